@@ -1,0 +1,1 @@
+"""Measurements; each writes one JSON file under results/."""

@@ -1,0 +1,1 @@
+"""Configuration: argv, files and environment are read here and nowhere else, once, into one frozen `ServerConfig`."""
