@@ -1,1 +1,1 @@
-"""."""
+"""Attention over the paged KV pool behind one protocol, `base.AttentionBackend`."""

@@ -1,1 +1,1 @@
-"""."""
+"""The detokenize process: ids to text, stop strings."""

@@ -1,1 +1,1 @@
-"""."""
+"""The engine process: plan, forward, sample, commit."""

@@ -1,1 +1,1 @@
-"""."""
+"""The HTTP process: validate, tokenize, take slots, stream."""

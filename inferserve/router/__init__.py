@@ -1,1 +1,1 @@
-"""."""
+"""The router process: who runs next."""

@@ -1,1 +1,1 @@
-"""."""
+"""Logits to tokens: bias, penalties, filters, seeded draws, logprobs."""
