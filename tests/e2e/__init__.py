@@ -1,0 +1,1 @@
+"""The real server, all processes, real clients."""
