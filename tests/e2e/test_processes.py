@@ -72,11 +72,11 @@ def test_kill_of_the_launcher_takes_everything_with_it() -> None:
     with RunningServer("--engine", "fake") as server:
         children = list(server.children().values())
         port = server.url.rsplit(":", 1)[1]
-        shm = set(os.listdir("/dev/shm"))
+        shm = set(Path("/dev/shm").iterdir())
         os.kill(server.process.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(children, timeout=2)
         assert not alive
-        assert set(os.listdir("/dev/shm")) <= shm
+        assert set(Path("/dev/shm").iterdir()) <= shm
     with RunningServer("--engine", "fake", "--port", port) as again:
         assert again.url.endswith(port)
         assert post(again, CHAT, HELLO).status_code == 200
