@@ -25,7 +25,7 @@ from inferserve.errors import ConfigError, PeerGone
 from inferserve.log import event, setup
 from inferserve.protocol.boot import Boot
 from inferserve.protocol.messages import Fault, FromLauncher, Ready, ServiceReady, Stop
-from inferserve.transport.channel import Inbox, Outbox
+from inferserve.transport.channel import SEND_QUEUE, Inbox, Outbox
 from inferserve.transport.control import ChildControl
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ class Child:
         """This process's inbox, decoding `union`."""
         return Inbox(self.context, union, self.boot.inbox_fd, self.boot.endpoints[self.boot.name])
 
-    def outbox(self, name: str, union: object) -> Outbox:
-        """A channel to the process called `name` (`router`, `engine-0`, `http-1`, …)."""
-        return Outbox(self.context, union, self.boot.endpoints[name])
+    def outbox(self, name: str, union: object, queue: int = SEND_QUEUE) -> Outbox:
+        """A channel to the process called `name` (`router`, `engine-0`, `http-1`, …), holding `queue` unsent messages."""
+        return Outbox(self.context, union, self.boot.endpoints[name], queue)
 
     def ready(self, **facts: str | int | float) -> None:
         """Tell the launcher that this process serves. Freezes start-up objects out of the garbage collector."""

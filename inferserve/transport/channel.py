@@ -17,7 +17,7 @@ from inferserve.protocol.codec import MAX_FRAME_BYTES, Codec
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SEND_QUEUE = 100_000
+SEND_QUEUE = 100_000
 
 
 class Inbox(Generic[T]):
@@ -67,10 +67,12 @@ class Inbox(Generic[T]):
 class Outbox(Generic[T]):
     """Send the union `T` to one inbox. Never blocks."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], union: object, endpoint: str) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], union: object, endpoint: str, queue: int = SEND_QUEUE
+    ) -> None:
         self._codec: Codec[T] = Codec(union)
         self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+        self._socket.setsockopt(zmq.SNDHWM, queue)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -78,7 +80,7 @@ class Outbox(Generic[T]):
         self._endpoint = endpoint
 
     def send(self, message: T) -> None:
-        """Queue `message`; raises PeerGone when the queue of 100,000 is full."""
+        """Queue `message`; raises PeerGone when the queue (100,000 unless told otherwise) is full."""
         self.send_frame(self._codec.encode(message))
 
     def send_frame(self, frame: bytes) -> None:
