@@ -28,8 +28,6 @@ _NAMES = {
 }
 """Our name of a key, and its spellings, likeliest first."""
 
-_QKV_BIAS_ALWAYS = frozenset({"qwen2"})
-_QK_NORM = frozenset({"qwen3"})
 _TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "gpt2", "bloom"})
 _WINDOW_NEEDS_SWITCH = frozenset({"qwen2", "qwen3"})
 _KV_HEADS_DEFAULT = {"mistral": 8}
@@ -128,7 +126,7 @@ class ModelConfig:
         layer_types: as in the config, () where it names none.
         rope: rotary settings.
         max_position: `max_position_embeddings` as it stands in the config.
-        qkv_bias, o_bias, mlp_bias, qk_norm: which optional tensors a layer has.
+        attention_bias, mlp_bias: the config's switches; what a family has in any case is in `models`.
         eos_ids: ids that end a text.
         dtype: dtype of the weights: float32, float16, bfloat16, or '' where the config does not say.
     """
@@ -149,10 +147,8 @@ class ModelConfig:
     windows: tuple[int, ...]
     layer_types: tuple[str, ...]
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
+    attention_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     eos_ids: tuple[int, ...]
     dtype: str
 
@@ -187,7 +183,6 @@ class ModelConfig:
         layers = read.size("num_hidden_layers")
         max_position = read.size("max_position_embeddings", 2048)
         layer_types = tuple(text.get("layer_types") or ())
-        attention_bias = read.flag("attention_bias", False)
         return ModelConfig(
             model_type=model_type,
             architecture=str(_first(config.get("architectures")) or _first(text.get("architectures")) or ""),
@@ -205,10 +200,8 @@ class ModelConfig:
             windows=_windows(read, model_type, layers, layer_types),
             layer_types=layer_types,
             tie_word_embeddings=_tied(config, text, model_type),
-            qkv_bias=attention_bias or model_type in _QKV_BIAS_ALWAYS,
-            o_bias=attention_bias and model_type not in _QKV_BIAS_ALWAYS,
+            attention_bias=read.flag("attention_bias", False),
             mlp_bias=read.flag("mlp_bias", False),
-            qk_norm=model_type in _QK_NORM,
             eos_ids=_eos_ids(config.get("eos_token_id", text.get("eos_token_id"))),
             dtype=_dtype(
                 text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")

@@ -66,13 +66,11 @@ def test_windows_of_qwen_need_their_switch() -> None:
     assert ModelConfig.from_json(LLAMA | {"model_type": "mistral", "sliding_window": None}).windows == (0, 0, 0)
 
 
-def test_optional_tensors_by_family() -> None:
-    qwen2 = ModelConfig.from_json(LLAMA | {"model_type": "qwen2"})
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-    qwen3 = ModelConfig.from_json(LLAMA | {"model_type": "qwen3"})
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+def test_family_defaults() -> None:
+    assert ModelConfig.from_json(LLAMA | {"model_type": "qwen3"}).head_dim == 128
     biased = ModelConfig.from_json(LLAMA | {"attention_bias": True, "mlp_bias": True})
-    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+    assert (biased.attention_bias, biased.mlp_bias) == (True, True)
+    assert ModelConfig.from_json(LLAMA | {"model_type": "gemma2"}).tie_word_embeddings
 
 
 def test_nested_text_config_and_other_names() -> None:
