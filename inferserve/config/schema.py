@@ -109,8 +109,9 @@ class ModelFacts:
     """Read from the model's files by `resolve()`.
 
     `folder` holds config.json and the tokenizer (for a .gguf: the conversion cache); `gguf_file` is '' unless weights
-    come from one. `vocab_size` is the number of ids the model emits. `generation_defaults` are the sampling fields of
-    generation_config.json that the API falls back to.
+    come from one. `vocab_size` is the number of ids the model emits. `weights` counts the numbers in the weight files
+    (0 for the fake engine). `generation_defaults` are the sampling fields of generation_config.json that the API falls
+    back to.
     """
 
     folder: str = ""
@@ -122,6 +123,7 @@ class ModelFacts:
     num_layers: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
+    weights: int = 0
     generation_defaults: dict[str, float] = field(default_factory=dict)
 
 
