@@ -1,0 +1,130 @@
+"""Cross checks of settings: each returns problems as lines that name the flags. Pure; knows no files and no devices."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from inferserve.config.schema import ServerConfig
+from inferserve.protocol.sampling import MAX_N
+
+
+class _Range(NamedTuple):
+    """Bounds of one flag, both included unless `open` says that the ends are not."""
+
+    part: str
+    name: str
+    low: float
+    high: float
+    open: bool = False
+
+
+_RANGES = (
+    _Range("model", "max_req_total_len", 0, 2**24),
+    _Range("engine", "mem_fraction", 0, 1, open=True),
+    _Range("engine", "max_total_token_num", 0, 2**40),
+    _Range("engine", "cpu_threads", 0, 4096),
+    _Range("engine", "pipeline_depth", -1, 1),
+    _Range("engine", "fake_step_ms", 0, 60_000),
+    _Range("engine", "fake_kv_tokens", 0, 2**40),
+    _Range("schedule", "running_max_req_size", 1, 65_536),
+    _Range("schedule", "max_queued_requests", 0, 1_000_000),
+    _Range("schedule", "batch_max_tokens", 0, 2**24),
+    _Range("schedule", "chunked_prefill_size", 0, 2**24),
+    _Range("schedule", "router_token_ratio", 0, 1),
+    _Range("http", "port", 0, 65_535),
+    _Range("http", "httpserver_workers", 1, 64),
+    _Range("http", "drain_timeout", 0, 86_400),
+    _Range("http", "max_body_bytes", 1024, 2**40),
+    _Range("http", "max_n", 1, MAX_N),
+    _Range("log", "log_stats_interval", 0.1, 86_400),
+)
+
+
+def option(name: str) -> str:
+    """`max_n` → `--max-n`."""
+    return "--" + name.replace("_", "-")
+
+
+def check_settings(config: ServerConfig) -> list[str]:
+    """Problems of what the user set, before anything is known of the model; auto values (0, '') pass."""
+    return [*_ranges(config), *_model(config), *_engine(config), *_schedule(config)]
+
+
+def _ranges(config: ServerConfig) -> list[str]:
+    problems = []
+    for rule in _RANGES:
+        value = getattr(getattr(config, rule.part), rule.name)
+        inside = rule.low < value < rule.high if rule.open else rule.low <= value <= rule.high
+        if not inside or not math.isfinite(value):
+            shown = f"({rule.low:g}, {rule.high:g})" if rule.open else f"[{rule.low:g}, {rule.high:g}]"
+            problems.append(f"{option(rule.name)} {value}: must be in {shown}")
+    return problems
+
+
+def _model(config: ServerConfig) -> list[str]:
+    problems = [f"--eos-id {i}: must not be negative" for i in config.model.eos_id if i < 0]
+    if config.model.max_req_total_len == 1:
+        problems.append("--max-req-total-len 1: leaves no room for an output token")
+    if config.model.served_model_name and not config.model_names:
+        problems.append("--served-model-name: names nothing")
+    if not config.http.host:
+        problems.append("--host: empty; use 0.0.0.0 for every address")
+    return problems
+
+
+def _engine(config: ServerConfig) -> list[str]:
+    engine, problems = config.engine, []
+    fake = engine.engine == "fake"
+    if fake and engine.device == "cuda":
+        problems.append("--engine fake contradicts --device cuda: it computes nothing")
+    if not fake:
+        problems += [
+            f"{option(name)} needs --engine fake"
+            for name in ("fake_step_ms", "fake_kv_tokens")
+            if getattr(engine, name)
+        ]
+    if engine.attention_backend == "triton" and engine.device == "cpu":
+        problems.append("--attention-backend triton contradicts --device cpu; use reference")
+    if engine.max_total_token_num and engine.max_total_token_num < config.model.max_req_total_len:
+        problems.append(
+            f"--max-total-token-num {engine.max_total_token_num} is less than"
+            f" --max-req-total-len {config.model.max_req_total_len}: the longest request would never fit"
+        )
+    return problems
+
+
+def _schedule(config: ServerConfig) -> list[str]:
+    schedule, problems = config.schedule, []
+    batch, chunk, longest = schedule.batch_max_tokens, schedule.chunked_prefill_size, config.model.max_req_total_len
+    if schedule.disable_chunked_prefill:
+        if chunk:
+            problems.append(f"--chunked-prefill-size {chunk} contradicts --disable-chunked-prefill")
+        if batch and batch < longest:
+            problems.append(
+                f"--batch-max-tokens {batch} is less than --max-req-total-len {longest}"
+                " with --disable-chunked-prefill: the longest prompt would never run"
+            )
+    elif batch and batch < chunk:
+        problems.append(f"--batch-max-tokens {batch} is less than --chunked-prefill-size {chunk}")
+    return problems
+
+
+def check_resolved(config: ServerConfig, context: int, asked: ServerConfig) -> list[str]:
+    """Problems that show once defaults are filled in.
+
+    Args:
+        config: with every default concrete.
+        context: the model's longest sequence, tokens.
+        asked: what the user set.
+    """
+    problems = []
+    if config.model.max_req_total_len > context:
+        problems.append(
+            f"--max-req-total-len {config.model.max_req_total_len} exceeds the model's context of {context} tokens"
+        )
+    already = set(check_settings(asked))
+    problems += [line for line in check_settings(config) if line not in already]
+    vocabulary = config.facts.vocab_size
+    problems += [f"--eos-id {i}: outside the vocabulary of {vocabulary}" for i in asked.model.eos_id if i >= vocabulary]
+    return problems

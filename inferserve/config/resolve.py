@@ -1,0 +1,148 @@
+"""`resolve()`: from what the user set to the one frozen `ServerConfig` in which every value is concrete.
+
+Order: contradictions between flags, then the model's files, then defaults that follow from model and machine, then
+what those make wrong. Each step reports everything it finds; nothing is loaded that takes long. Whether memory suffices
+is the launcher's question, since it knows the shared segments.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from inferserve.config.checks import check_resolved, check_settings
+from inferserve.config.machine import cpu_count, cuda_problem
+from inferserve.config.model_files import ModelFiles, read_model
+from inferserve.config.model_source import ModelSource, Report, check_path, locate
+from inferserve.config.schema import EnginePart, ModelFacts, ModelPart, SchedulePart, ServerConfig
+from inferserve.errors import ConfigError
+
+LONGEST_DEFAULT = 16384
+_CHUNK = {"cuda": 4096, "cpu": 512}
+_FAKE_KV_TOKENS = 1048576
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def resolve(asked: ServerConfig, report: Report = _report) -> ServerConfig:
+    """Check `asked` and fill in every default.
+
+    Args:
+        asked: as `cli.parse` made it, with auto values (0, '', 'auto').
+        report: called with a line before something that takes seconds (a download, a conversion).
+
+    Raises ConfigError with one line for each problem, naming the flag or the file.
+    """
+    problems = [*check_settings(asked), *_check_files(asked), *_check_device(asked)]
+    if problems:
+        raise ConfigError(*problems)
+    source = locate(asked.model.model_dir, report)
+    fake = asked.engine.engine == "fake"
+    files = read_model(source, with_weights=not fake, eos_given=bool(asked.model.eos_id))
+    config = _fill(asked, source, files)
+    problems = check_resolved(config, files.config.context_length, asked)
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def _check_files(asked: ServerConfig) -> list[str]:
+    problems = check_path(asked.model.model_dir)
+    template = asked.model.chat_template
+    if template:
+        try:
+            if not Path(template).expanduser().read_text(encoding="utf-8").strip():
+                problems.append(f"--chat-template {template}: the file is empty")
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(f"--chat-template {template}: {getattr(error, 'strerror', None) or error}")
+    return problems
+
+
+def _check_device(asked: ServerConfig) -> list[str]:
+    problem = cuda_problem() if asked.engine.device == "cuda" else ""
+    if problem:
+        return [f"--device cuda: {problem}"]
+    if asked.engine.attention_backend == "triton" and asked.engine.device == "auto" and cuda_problem():
+        return [f"--attention-backend triton needs a GPU: {cuda_problem()}"]
+    return []
+
+
+# -------------------------------------------------------------------------------------------------------- defaults
+
+
+def _fill(asked: ServerConfig, source: ModelSource, files: ModelFiles) -> ServerConfig:
+    engine = _engine(asked.engine)
+    model = _model(asked, source, files, engine.device)
+    return replace(
+        asked,
+        engine=engine,
+        model=model,
+        schedule=_schedule(asked.schedule, model.max_req_total_len, engine.device),
+        facts=_facts(source, files),
+    )
+
+
+def _engine(asked: EnginePart) -> EnginePart:
+    fake = asked.engine == "fake"
+    device = asked.device
+    if device == "auto":
+        device = "cpu" if fake or cuda_problem() else "cuda"
+    attention = asked.attention_backend
+    if attention == "auto":
+        attention = "triton" if device == "cuda" else "reference"
+    return replace(
+        asked,
+        device=device,
+        attention_backend=attention,
+        cpu_threads=asked.cpu_threads or cpu_count(),
+        pipeline_depth=asked.pipeline_depth if asked.pipeline_depth >= 0 else int(device == "cuda"),
+        fake_kv_tokens=(asked.fake_kv_tokens or asked.max_total_token_num or _FAKE_KV_TOKENS) if fake else 0,
+    )
+
+
+def _model(asked: ServerConfig, source: ModelSource, files: ModelFiles, device: str) -> ModelPart:
+    model = asked.model
+    dtype = _DTYPES.get(model.data_type, model.data_type)
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else files.config.dtype or "bfloat16"
+    longest = min(files.config.context_length, LONGEST_DEFAULT, asked.engine.max_total_token_num or LONGEST_DEFAULT)
+    return replace(
+        model,
+        data_type=dtype,
+        served_model_name=model.served_model_name or source.name,
+        eos_id=model.eos_id or files.eos_ids,
+        max_req_total_len=model.max_req_total_len or longest,
+        chat_template=str(Path(model.chat_template).expanduser().resolve()) if model.chat_template else "",
+    )
+
+
+def _schedule(asked: SchedulePart, longest: int, device: str) -> SchedulePart:
+    if asked.disable_chunked_prefill:
+        return replace(asked, chunked_prefill_size=longest, batch_max_tokens=asked.batch_max_tokens or longest)
+    limit = min(longest, asked.batch_max_tokens or longest)
+    chunk = asked.chunked_prefill_size or min(_CHUNK[device], limit)
+    return replace(
+        asked,
+        chunked_prefill_size=chunk,
+        batch_max_tokens=asked.batch_max_tokens or max(chunk, min(2 * chunk + 256, longest)),
+    )
+
+
+def _facts(source: ModelSource, files: ModelFiles) -> ModelFacts:
+    return ModelFacts(
+        folder=str(source.folder),
+        gguf_file=str(source.gguf or ""),
+        model_type=files.config.model_type,
+        architecture=files.config.architecture,
+        vocab_size=files.config.vocab_size,
+        max_position=files.config.max_position,
+        num_layers=files.config.num_layers,
+        num_kv_heads=files.config.num_kv_heads,
+        head_dim=files.config.head_dim,
+        weights=files.weights.elements if files.weights else 0,
+        generation_defaults=files.generation_defaults,
+    )
