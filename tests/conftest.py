@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    # Without a GPU, Triton's interpreter runs the kernels. Read when triton is imported, hence so early.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

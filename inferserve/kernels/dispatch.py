@@ -1,0 +1,48 @@
+"""`Kernels`: the ops of one device, chosen once. Layers take it as an argument and never ask what device they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from inferserve.kernels import activation, kv_write, norm, rotary, sampling_filter
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Ops with the signatures of their modules in `inferserve.kernels`."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    apply_rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    silu_mul: Callable[[Tensor], Tensor]
+    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    filter_sample: Callable[[Tensor, sampling_filter.FilterParams, Tensor], Tensor]
+
+
+TRITON = Kernels(
+    rms_norm=norm.rms_norm,
+    fused_add_rms_norm=norm.fused_add_rms_norm,
+    apply_rotary=rotary.apply_rotary,
+    silu_mul=activation.silu_mul,
+    kv_write=kv_write.kv_write,
+    filter_sample=sampling_filter.filter_sample,
+)
+
+TORCH = Kernels(
+    rms_norm=norm.rms_norm_ref,
+    fused_add_rms_norm=norm.fused_add_rms_norm_ref,
+    apply_rotary=rotary.apply_rotary_ref,
+    silu_mul=activation.silu_mul_ref,
+    kv_write=kv_write.kv_write_ref,
+    filter_sample=sampling_filter.filter_sample_ref,
+)
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Triton on CUDA, the torch twins elsewhere."""
+    return TRITON if device.type == "cuda" else TORCH

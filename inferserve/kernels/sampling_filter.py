@@ -1,0 +1,222 @@
+"""Temperature, top-k, top-p, min-p and the draw, without sorting the vocabulary.
+
+Every filter is a threshold on z = max - logit / temperature, so the kept set is {z <= t}: tokens that tie at the
+threshold stay together. The kernel finds t by descending the bits of the float (ordered like integers, since z >= 0),
+four at a time, and draws by inverse transform in vocabulary order. One program handles one row and looks at nothing
+else: a row's token is a function of its own logits, parameters and uniform number.
+
+    keep_k = the top_k smallest z, ties included
+    keep_p = the smallest {z <= t} holding at least top_p of the mass of keep_k  (nucleus, arXiv 1904.09751)
+    keep_m = {exp(-z) >= min_p}                                                   (min-p, arXiv 2407.01082)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inferserve.kernels.launch_config import FILTER
+
+_FIRST_CANDIDATES = 256
+
+
+@dataclass(frozen=True)
+class FilterParams:
+    """One entry a row, all [S] on the device of the logits.
+
+    Attributes:
+        temperature: float32, > 0.
+        top_p: float32 in (0, 1]; 1 = off.
+        min_p: float32 in [0, 1]; 0 = off.
+        top_k: int32 >= 1; vocabulary size or more = off.
+        filtered: host's knowledge that some row has top_k or top_p on (False lets the twin skip the search).
+        max_top_k: host's largest active top_k, 0 if none.
+    """
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    filtered: bool
+    max_top_k: int
+
+
+@triton.jit
+def _distance(logits: Any, offset: Any, n: Any, temperature: Any, peak: Any, BLOCK: tl.constexpr) -> Any:
+    """z of one tile; entries past the end are +inf."""
+    col = offset + tl.arange(0, BLOCK)
+    value = tl.load(logits + col, mask=col < n, other=float("-inf")).to(tl.float32)
+    return peak - value / temperature
+
+
+@triton.jit
+def _threshold(
+    logits: Any, n: Any, temperature: Any, peak: Any, cap: Any, wanted: Any, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+) -> Any:
+    """Bits of the smallest t with measure({z <= t, z <= cap}) >= wanted; the measure is a count or a mass."""
+    digit = tl.arange(0, 16)
+    prefix = 0
+    for level in range(8):
+        shift = 28 - 4 * level
+        upper = prefix | (digit << shift) | ((1 << shift) - 1)
+        measure = tl.zeros((16,), tl.float32)
+        for offset in range(0, n, BLOCK):
+            z = _distance(logits, offset, n, temperature, peak, BLOCK)
+            bits = z.to(tl.int32, bitcast=True)
+            weight = tl.where(z <= cap, tl.exp(-z), 0.0) if BY_MASS else tl.where(z < float("inf"), 1.0, 0.0)
+            measure += tl.sum(tl.where(bits[:, None] <= upper[None, :], weight[:, None], 0.0), axis=0)
+        # The largest digit needs no test. In the first level it is 7: z >= 0 never sets the sign bit.
+        largest = tl.where(shift == 28, 7, 15)
+        short = tl.sum(tl.where((measure < wanted) & (digit < largest), 1, 0), axis=0)
+        prefix = prefix | (short << shift)
+    # Out of reach (rounding, or fewer than k possible tokens): everything is kept.
+    return tl.minimum(prefix, 0x7F800000)
+
+
+@triton.jit
+def _mass(logits: Any, n: Any, temperature: Any, peak: Any, limit: Any, BLOCK: tl.constexpr) -> Any:
+    """Sum of exp(-z) over {z <= limit}, tiles added in order."""
+    total = 0.0
+    for offset in range(0, n, BLOCK):
+        z = _distance(logits, offset, n, temperature, peak, BLOCK)
+        total += tl.sum(tl.where(z <= limit, tl.exp(-z), 0.0), axis=0)
+    return total
+
+
+@triton.jit
+def _draw(logits: Any, n: Any, temperature: Any, peak: Any, limit: Any, target: Any, BLOCK: tl.constexpr) -> Any:
+    """First index whose running mass exceeds target; the last kept index if rounding leaves none."""
+    before = 0.0
+    chosen = -1
+    last = 0
+    for offset in range(0, n, BLOCK):
+        z = _distance(logits, offset, n, temperature, peak, BLOCK)
+        weight = tl.where(z <= limit, tl.exp(-z), 0.0)
+        after = before + tl.sum(weight, axis=0)
+        col = offset + tl.arange(0, BLOCK)
+        last_here = tl.max(tl.where(weight > 0.0, col, -1), axis=0)
+        last = tl.maximum(last, last_here)
+        if (chosen < 0) & (after > target):
+            running = before + tl.cumsum(weight, axis=0)
+            first = tl.min(tl.where((running > target) & (weight > 0.0), col, n), axis=0)
+            chosen = tl.where(first < n, first, last_here)
+        before = after
+    return tl.where(chosen < 0, last, chosen)
+
+
+@triton.jit
+def _filter_sample_kernel(
+    logits: Any,
+    temperature: Any,
+    top_p: Any,
+    min_p: Any,
+    top_k: Any,
+    uniform: Any,
+    out: Any,
+    stride: Any,
+    n: Any,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    t = tl.load(temperature + row)
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    m = tl.load(min_p + row)
+    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for offset in range(0, n, BLOCK):
+        peaks = tl.maximum(peaks, -_distance(logits, offset, n, t, 0.0, BLOCK))
+    peak = tl.max(peaks, axis=0)
+    limit = tl.full((), float("inf"), tl.float32)
+    if k < n:
+        bits = _threshold(logits, n, t, peak, limit, k.to(tl.float32), False, BLOCK)
+        limit = bits.to(tl.float32, bitcast=True)
+    if p < 1.0:
+        wanted = p * _mass(logits, n, t, peak, limit, BLOCK)
+        bits = _threshold(logits, n, t, peak, limit, wanted, True, BLOCK)
+        limit = tl.minimum(limit, bits.to(tl.float32, bitcast=True))
+    if m > 0.0:
+        limit = tl.minimum(limit, -tl.log(m))
+    target = tl.load(uniform + row) * _mass(logits, n, t, peak, limit, BLOCK)
+    tl.store(out + row, _draw(logits, n, t, peak, limit, target, BLOCK).to(tl.int64))
+
+
+def filter_sample(logits: torch.Tensor, params: FilterParams, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row.
+
+    Args:
+        logits: [S, V] float, last dimension contiguous; -inf marks impossible tokens. A row that holds NaN or +inf or
+            only -inf gives a meaningless token in [0, V).
+        params: see `FilterParams`.
+        uniform: float32 [S] in [0, 1).
+
+    Returns: int64 [S].
+    """
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _filter_sample_kernel[(rows,)](
+            logits,
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.top_k,
+            uniform,
+            out,
+            logits.stride(0),
+            vocab,
+            BLOCK=FILTER.block,
+            num_warps=FILTER.warps,
+        )
+    return out
+
+
+def thresholds_ref(z: torch.Tensor, params: FilterParams) -> torch.Tensor:
+    """Largest z kept by top_k and top_p, float32 [S, 1]; z is float32 [S, V], zero at the likeliest token.
+
+    Partial selection first; only rows whose nucleus is wider than that are sorted whole. How wide it is never depends
+    on the neighbours of a row.
+    """
+    vocab = z.shape[1]
+    limit = torch.full_like(z[:, :1], torch.inf)
+    width = min(vocab, max(params.max_top_k, _FIRST_CANDIDATES))
+    nearest = z.topk(width, dim=-1, largest=False, sorted=True).values
+    k = params.top_k.to(torch.int64)[:, None]
+    by_k = torch.where(k < vocab, nearest.gather(1, (k - 1).clamp_max(width - 1)), limit)
+    nucleus = params.top_p < 1.0
+    if not bool(nucleus.any()):
+        return by_k
+    kept = torch.where(z <= by_k, torch.exp(-z), 0.0)
+    wanted = params.top_p[:, None] * kept.cumsum(-1)[:, -1:]
+    limit, found = _nucleus_ref(nearest, by_k, wanted)
+    for row in torch.nonzero(nucleus & ~found[:, 0]).flatten().tolist():
+        limit[row : row + 1], _ = _nucleus_ref(
+            z[row : row + 1].sort(-1).values, by_k[row : row + 1], wanted[row : row + 1]
+        )
+    return torch.where(nucleus[:, None], torch.minimum(limit, by_k), by_k)
+
+
+def _nucleus_ref(nearest: torch.Tensor, cap: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """z at which the running mass of sorted `nearest` reaches `wanted`, and whether it does; [S, 1] each."""
+    running = torch.where(nearest <= cap, torch.exp(-nearest), 0.0).cumsum(-1)
+    place = torch.searchsorted(running, wanted)
+    found = place < nearest.shape[1]
+    return nearest.gather(1, place.clamp_max(nearest.shape[1] - 1)), found
+
+
+def filter_sample_ref(logits: torch.Tensor, params: FilterParams, uniform: torch.Tensor) -> torch.Tensor:
+    """Torch twin of `filter_sample`. Fast on the CPU; it waits for the device elsewhere."""
+    scaled = logits.float() / params.temperature[:, None]
+    z = scaled.amax(-1, keepdim=True) - scaled
+    limit = -torch.log(params.min_p)[:, None]
+    if params.filtered:
+        limit = torch.minimum(limit, thresholds_ref(z, params))
+    # Running sums of one row use no number of another, unlike sums whose split over threads depends on the shape.
+    running = torch.where(z <= limit, z.neg().exp_(), 0.0).cumsum_(-1)
+    total = running[:, -1:]
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(running, target, right=True)[:, 0].clamp_max_(logits.shape[1] - 1)
