@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def _visible(text: str) -> str:
+    """`text` with everything that could steer a terminal or fake a line (controls, separators, bidi) as JSON escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def _plain(value: object) -> str:
@@ -23,7 +29,12 @@ def _plain(value: object) -> str:
     text = str(value)
     if text and not any(c.isspace() or c in '"=' or not c.isprintable() for c in text):
         return text
-    return json.dumps(text, ensure_ascii=False)
+    return _visible(json.dumps(text, ensure_ascii=False))
+
+
+def _strict(value: object) -> object:
+    """`value`, or its text where JSON has no word for it (NaN, infinities)."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class KeyValueFormatter(logging.Formatter):
@@ -37,7 +48,7 @@ class KeyValueFormatter(logging.Formatter):
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields: Mapping[str, Any] = getattr(record, "fields", {})
         tail = "".join(f" {k}={_plain(v)}" for k, v in fields.items())
-        message = record.getMessage().replace("\n", "\\n")
+        message = _visible(record.getMessage())
         line = f"{stamp}.{int(record.msecs):03d} {record.levelname:<7} {self._process:<12} {message}{tail}"
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
@@ -56,10 +67,10 @@ class JsonFormatter(logging.Formatter):
             "process": self._process,
             "msg": record.getMessage(),
         }
-        body.update(getattr(record, "fields", {}))
+        body.update({key: _strict(value) for key, value in getattr(record, "fields", {}).items()})
         if record.exc_info:
             body["exception"] = self.formatException(record.exc_info)
-        return json.dumps(body, ensure_ascii=False, default=str)
+        return json.dumps(body, default=str)
 
 
 def setup(process: str, level: str = "info", fmt: str = "text") -> None:
