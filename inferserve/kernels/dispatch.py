@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from inferserve.kernels import activation, kv_write, norm, rotary, sampling_filter
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)

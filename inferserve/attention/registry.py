@@ -1,0 +1,25 @@
+"""Names of attention backends, and the one place that makes one."""
+
+from __future__ import annotations
+
+import torch
+
+from inferserve.attention.base import AttentionBackend
+from inferserve.attention.reference import ReferenceAttention
+from inferserve.attention.triton import TritonAttention
+from inferserve.errors import ConfigError
+from inferserve.kv.pool import KvPool
+
+
+def make_attention(name: str, pool: KvPool, device: torch.device) -> AttentionBackend:
+    """Backend `name` ("auto", "triton", "reference") over `pool`.
+
+    "auto" is Triton on CUDA and reference elsewhere. Raises ConfigError for a name that does not fit the device.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "reference"
+    if name == "reference":
+        return ReferenceAttention(pool, device)
+    if name == "triton" and device.type == "cuda":
+        return TritonAttention(pool)
+    raise ConfigError(f"--attention-backend {name} does not run on {device.type}")

@@ -1,0 +1,234 @@
+"""Paged attention of one query token a row (decode), grouped heads packed, split over the context.
+
+Each program reads one KV head of one fixed-length stretch of one row's context, with all query heads of the group as
+the rows of its tile (grouped-query attention, arXiv 2305.13245; split over keys as in Flash-Decoding, Dao et al. 2023).
+A second kernel joins the stretches by their log-sum-exp. Stretches are cut at fixed distances from the row's first
+visible key, so a row's result does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inferserve.kernels.launch_config import decode_config, next_power_of_2
+
+_LEAST_DOT_ROWS = 16
+"""tl.dot wants at least this many rows."""
+
+
+@triton.jit
+def _decode_kernel(
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    table: Any,
+    rows: Any,
+    kv_len: Any,
+    out: Any,
+    part: Any,
+    part_lse: Any,
+    scale: Any,
+    softcap: Any,
+    window: Any,
+    q_stride_row: Any,
+    q_stride_head: Any,
+    table_stride: Any,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    kv_heads = tl.num_programs(1)
+    length = tl.load(kv_len + row)
+    first = tl.maximum(length - window, 0) if window > 0 else 0
+    begin = first + split * SPLIT
+    end = tl.minimum(begin + SPLIT, length)
+    if begin >= length:
+        return
+    pages = table + tl.load(rows + row).to(tl.int64) * table_stride
+    head = tl.arange(0, GROUP_BLOCK)
+    d = tl.arange(0, D_BLOCK)
+    dv = tl.arange(0, DV_BLOCK)
+    q_offset = row.to(tl.int64) * q_stride_row + (kv_head * GROUP + head)[:, None] * q_stride_head + d[None, :]
+    query = tl.load(q + q_offset, mask=(head < GROUP)[:, None] & (d < D)[None, :], other=0.0)
+    best = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    acc = tl.zeros((GROUP_BLOCK, DV_BLOCK), tl.float32)
+    for position in range(begin, end, BLOCK_N):
+        n = position + tl.arange(0, BLOCK_N)
+        live = n < end
+        token = tl.load(pages + n, mask=live, other=0).to(tl.int64) * kv_heads + kv_head
+        key = tl.load(k_pool + token[None, :] * D + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+        score = tl.dot(query, key, input_precision="ieee") * scale
+        if SOFTCAP:
+            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+        score = tl.where(live[None, :], score, float("-inf"))
+        peak = tl.maximum(best, tl.max(score, axis=1))
+        weight = tl.exp(score - peak[:, None])
+        decay = tl.exp(best - peak)
+        value = tl.load(v_pool + token[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+        acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        total = total * decay + tl.sum(weight, axis=1)
+        best = peak
+    acc = acc / total[:, None]
+    target = row.to(tl.int64) * (kv_heads * GROUP) + kv_head * GROUP + head
+    kept = (head < GROUP)[:, None] & (dv < DV)[None, :]
+    if SPLITS == 1:
+        tl.store(out + target[:, None] * DV + dv[None, :], acc.to(out.dtype.element_ty), mask=kept)
+    else:
+        target = target * SPLITS + split
+        tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=kept)
+        tl.store(part_lse + target, best + tl.log(total), mask=head < GROUP)
+
+
+@triton.jit
+def _combine_kernel(
+    part: Any,
+    part_lse: Any,
+    kv_len: Any,
+    out: Any,
+    window: Any,
+    DV: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    target = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    length = tl.load(kv_len + row)
+    visible = tl.minimum(length, window) if window > 0 else length
+    dv = tl.arange(0, DV_BLOCK)
+    best = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    acc = tl.zeros((DV_BLOCK,), tl.float32)
+    for split in range(tl.cdiv(visible, SPLIT)):
+        lse = tl.load(part_lse + target * SPLITS + split)
+        value = tl.load(part + (target * SPLITS + split) * DV + dv, mask=dv < DV, other=0.0)
+        peak = tl.maximum(best, lse)
+        decay, weight = tl.exp(best - peak), tl.exp(lse - peak)
+        acc = acc * decay + value * weight
+        total = total * decay + weight
+        best = peak
+    tl.store(out + target * DV + dv, (acc / total).to(out.dtype.element_ty), mask=dv < DV)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    kv_len: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    max_kv_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    """Attend with the newest token of each row over its pages.
+
+    Args:
+        q: [R, q_heads, D], last dimension contiguous; row r stands at position kv_len[r] - 1.
+        k_pool, v_pool: [tokens, kv_heads, D] and [tokens, kv_heads, D'], contiguous, q's dtype.
+        table: int32 [max_rows, max_len], pool index of each position of each row.
+        rows, kv_len: int32 [R]; kv_len >= 1 counts the newest token, whose K and V are already in the pool.
+        out: [R, q_heads, D'], contiguous; every element is written.
+        max_kv_len: at least max(kv_len).
+        window: visible keys, counted back from the newest; 0 = all.
+        softcap: scores become softcap * tanh(score / softcap); 0 = off.
+    """
+    count, q_heads, head_dim = q.shape
+    if not count:
+        return
+    kv_heads, value_dim = k_pool.shape[1], v_pool.shape[2]
+    group = q_heads // kv_heads
+    config = decode_config(max(head_dim, value_dim))
+    splits = triton.cdiv(min(max_kv_len, window) if window else max_kv_len, config.split)
+    # Few distinct numbers of splits, since each is a compilation of its own.
+    splits = next_power_of_2(splits)
+    part = part_lse = out
+    if splits > 1:
+        part = torch.empty((count, q_heads, splits, value_dim), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((count, q_heads, splits), dtype=torch.float32, device=q.device)
+    _decode_kernel[(count, kv_heads, splits)](
+        q,
+        k_pool,
+        v_pool,
+        table,
+        rows,
+        kv_len,
+        out,
+        part,
+        part_lse,
+        scale,
+        softcap,
+        window,
+        q.stride(0),
+        q.stride(1),
+        table.stride(0),
+        GROUP=group,
+        GROUP_BLOCK=max(_LEAST_DOT_ROWS, next_power_of_2(group)),
+        D=head_dim,
+        DV=value_dim,
+        D_BLOCK=next_power_of_2(head_dim),
+        DV_BLOCK=next_power_of_2(value_dim),
+        BLOCK_N=config.block_n,
+        SPLIT=config.split,
+        SPLITS=splits,
+        SOFTCAP=softcap > 0,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    if splits > 1:
+        _combine_kernel[(count, q_heads)](
+            part,
+            part_lse,
+            kv_len,
+            out,
+            window,
+            DV=value_dim,
+            DV_BLOCK=next_power_of_2(value_dim),
+            SPLIT=config.split,
+            SPLITS=splits,
+            num_warps=2,
+        )
+
+
+def decode_attention_ref(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    kv_len: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    max_kv_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    """Torch twin of `decode_attention`, in float32, a row at a time."""
+    group = q.shape[1] // k_pool.shape[1]
+    for r, (row, length) in enumerate(zip(rows.tolist(), kv_len.tolist(), strict=True)):
+        pages = table[row, max(0, length - window) if window else 0 : length].to(torch.int64)
+        key = k_pool[pages].float().repeat_interleave(group, dim=1)
+        value = v_pool[pages].float().repeat_interleave(group, dim=1)
+        score = torch.einsum("hd,nhd->hn", q[r].float(), key) * scale
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        out[r] = torch.einsum("hn,nhd->hd", score.softmax(-1), value).to(out.dtype)
