@@ -15,7 +15,7 @@ from inferserve.tokenize.token_bytes import ByteLevelTable, PieceTable, strip_sp
 
 REPLACEMENT = "\ufffd"
 _WINDOW_TOKENS = 64
-"""A decoder that still ends in U+FFFD after so many tokens is not waiting for a character."""
+"""A decoder that still shows nothing, or U+FFFD, after so many tokens is not waiting for a character."""
 
 
 class TextStream(Protocol):
@@ -63,13 +63,12 @@ class _Spellings(dict[int, str | bytes]):
         self._skipped = skipped
 
     def __missing__(self, token_id: int) -> str | bytes:
-        spelling: str | bytes = b"" if token_id in self._skipped else self._table.token_bytes(token_id)
+        raw = b"" if token_id in self._skipped else self._table.token_bytes(token_id)
         try:
-            spelling = spelling.decode()  # type: ignore[union-attr]
+            self[token_id] = raw.decode()
         except UnicodeDecodeError:
-            pass
-        self[token_id] = spelling
-        return spelling
+            self[token_id] = raw
+        return self[token_id]
 
 
 class ByteLevelText:
@@ -84,11 +83,11 @@ class ByteLevelText:
     def push(self, token_id: int) -> str:
         """See TextStream."""
         spelling = self._spellings[token_id]
-        if type(spelling) is str:
+        if isinstance(spelling, str):
             if not self._pending:
                 return spelling
             spelling = spelling.encode()
-        data = self._pending + spelling  # type: ignore[operator]
+        data = self._pending + spelling
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
         return text
@@ -137,17 +136,16 @@ class PieceText:
         entry = self._pieces[token_id]
         if entry is None:
             return ""
-        if type(entry) is int:
+        if isinstance(entry, int):
             self._started = True
             self._run.append(entry)
             return ""
-        text: str = entry  # type: ignore[assignment]
         if not self._started:
             self._started = True
-            text = self._pieces.table.piece(token_id, first=True) or ""
+            entry = self._pieces.table.piece(token_id, first=True) or ""
         if self._run:
-            text = self._end_run() + text
-        return self._stripped(text) if self._strip else text
+            entry = self._end_run() + entry
+        return self._stripped(entry) if self._strip else entry
 
     def flush(self) -> str:
         """See TextStream."""
@@ -185,7 +183,8 @@ class WindowText:
         """See TextStream."""
         self._window.append(token_id)
         delta = self._delta()
-        if not delta or (delta.endswith(REPLACEMENT) and len(self._window) - self._shown < _WINDOW_TOKENS):
+        incomplete = not delta or delta.endswith(REPLACEMENT)
+        if incomplete and len(self._window) - self._shown < _WINDOW_TOKENS:
             return ""
         self._window = self._window[self._shown :]
         self._shown = len(self._window)
