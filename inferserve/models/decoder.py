@@ -1,0 +1,75 @@
+"""The one decoder stack. Families differ by `DecoderSpec` and by the names of their weights, never by a forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from inferserve.attention.base import LayerSpec
+from inferserve.kv.pool import KvShape
+from inferserve.layers.attention import Attention, AttentionShape
+from inferserve.layers.context import ForwardContext
+from inferserve.layers.embedding import Embedding, Head
+from inferserve.layers.mlp import GatedMlp
+from inferserve.layers.norm import RmsNorm
+from inferserve.layers.rotary import Rotary, Rotation
+from inferserve.models.spec import DecoderSpec
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream.
+
+    The stream travels as (x, residual), whose sum is only taken inside the next norm.
+    """
+
+    def __init__(self, spec: DecoderSpec, index: int) -> None:
+        super().__init__()
+        shape = AttentionShape(
+            size=spec.size,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            qkv_bias=spec.qkv_bias,
+            o_bias=spec.o_bias,
+            qk_norm_eps=spec.norm_eps if spec.qk_norm else 0.0,
+        )
+        self.attention_norm = RmsNorm(spec.size, spec.norm_eps)
+        self.attention = Attention(shape, LayerSpec(index, spec.head_dim**-0.5, spec.windows[index]))
+        self.mlp_norm = RmsNorm(spec.size, spec.norm_eps)
+        self.mlp = GatedMlp(spec.size, spec.inner, spec.mlp_bias)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, size] twice (residual None in the first layer) → the same pair after this layer."""
+        if residual is None:
+            x, residual = self.attention_norm.forward(x, ctx), x
+        else:
+            x, residual = self.attention_norm.add(x, residual, ctx)
+        x = self.attention.forward(x, rotation, ctx)
+        x, residual = self.mlp_norm.add(x, residual, ctx)
+        return self.mlp.forward(x, ctx), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm, head."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kv_shapes = (KvShape(spec.kv_heads, spec.head_dim),) * spec.layers
+        self.embedding = Embedding(spec.vocab, spec.size)
+        self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_position)
+        self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.layers))
+        self.norm = RmsNorm(spec.size, spec.norm_eps)
+        self.head = Head(spec.vocab, spec.size, self.embedding if spec.tied else None)
+
+    def forward(self, token_ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Int64 [T] → logits [S, vocab] of the tokens in `ctx.logits_index`."""
+        rotation = self.rotary.forward(ctx.batch)
+        x, residual = self.embedding.forward(token_ids), None
+        for layer in self.layers:
+            x, residual = layer.forward(x, residual, rotation, ctx)
+        assert residual is not None
+        x, residual = x.index_select(0, ctx.logits_index), residual.index_select(0, ctx.logits_index)
+        return self.head.forward(self.norm.add(x, residual, ctx)[0])

@@ -1,0 +1,128 @@
+"""Which model runs how: our own stack for the families in the table, transformers for every other decoder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from inferserve.config.model_config import ModelConfig
+from inferserve.config.schema import ServerConfig
+from inferserve.errors import ConfigError
+from inferserve.models import llama, mistral, qwen2, qwen3
+from inferserve.models.decoder import Decoder
+from inferserve.models.family import Family
+from inferserve.models.gguf_weights import ROPE_FACTORS, GgufFile
+from inferserve.models.spec import CausalModel
+from inferserve.models.weights import Safetensors, TensorSource, destinations, load
+
+FAMILIES = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+
+_ROPE_KINDS = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
+_IGNORED = ("rotary_emb.inv_freq",)
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The folder's config.json. Raises ConfigError."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return ModelConfig.from_json(raw)
+
+
+def family_of(config: ModelConfig, model_backend: str) -> Family | None:
+    """The family whose stack runs this model, or None for transformers.
+
+    Raises ConfigError when `model_backend` is native and our stack cannot run it.
+    """
+    if model_backend == "transformers":
+        return None
+    family = FAMILIES.get(config.model_type)
+    obstacle = _obstacle(config) if family else f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}"
+    if obstacle and model_backend == "native":
+        raise ConfigError(f"--model-backend native: {obstacle}")
+    return None if obstacle else family
+
+
+def _obstacle(config: ModelConfig) -> str:
+    """What in the config our stack does not do, or ''."""
+    if config.architecture and not config.architecture.endswith("ForCausalLM"):
+        return f"architecture {config.architecture}"
+    if config.rope.kind not in _ROPE_KINDS or config.rope.by_layer_type:
+        return f"rope type {config.rope.kind}" + (" by layer type" if config.rope.by_layer_type else "")
+    if config.hidden_act != "silu":
+        return f"hidden_act {config.hidden_act}"
+    unknown = set(config.layer_types) - {"full_attention", "sliding_attention"}
+    return f"layer types {', '.join(sorted(unknown))}" if unknown else ""
+
+
+def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device) -> CausalModel:
+    """Build the model and fill it. Raises ConfigError naming the file, tensor or flag."""
+    folder, facts = Path(config.facts.folder), config.facts
+    model_config = read_model_config(folder)
+    family = family_of(model_config, config.engine.model_backend)
+    if family is not None:
+        return load_decoder(
+            family, model_config, folder, facts.gguf_file, dtype, device, max_len=config.model.max_req_total_len
+        )
+    from inferserve.models import generic  # imports transformers' modelling code, which takes seconds
+
+    return generic.build(
+        folder,
+        facts.gguf_file,
+        dtype,
+        device,
+        max_len=config.model.max_req_total_len,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def load_decoder(
+    family: Family,
+    config: ModelConfig,
+    folder: Path,
+    gguf_file: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_len: int,
+) -> Decoder:
+    """Our stack, filled from `folder` or `gguf_file`, ready for positions below `max_len`."""
+    spec = family.spec(config)
+    with _defaults(dtype, device):
+        model = Decoder(spec)
+    wanted = dict(destinations(model, family.names, spec.layers))
+    optional, ignored = {}, _IGNORED
+    if spec.tied:
+        del wanted["lm_head.weight"]
+        ignored += ("lm_head.weight",)
+    source: TensorSource
+    if gguf_file:
+        pairs = (spec.heads, spec.kv_heads) if family.gguf_rotary_pairs else None
+        source = GgufFile(Path(gguf_file), wanted, layers=spec.layers, rotary_pairs=pairs)
+        optional[ROPE_FACTORS] = model.rotary.freq_factors
+    else:
+        source = Safetensors(folder)
+    with torch.inference_mode():
+        load(source, wanted, optional, ignored)
+        model.rotary.prepare(max_len, device)
+    return model
+
+
+@contextmanager
+def _defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Parameters made inside are of this dtype and on this device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,77 @@
+"""`DecoderSpec`: the decoder stack as data. A family turns a `ModelConfig` into one; the stack knows nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from inferserve.config.model_config import ModelConfig, RopeConfig
+from inferserve.kv.pool import KvShape
+from inferserve.layers.context import ForwardContext
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A pre-norm decoder: RMSNorm, grouped-query attention with rotary positions, SwiGLU.
+
+    Attributes:
+        vocab, size, inner, layers: ids, width of the residual stream, width of the MLP, depth.
+        heads, kv_heads, head_dim: attention.
+        norm_eps: of every RMSNorm.
+        rope: rotary settings; `max_position` is where the dynamic kind starts to stretch.
+        windows: sliding window of each layer, tokens; 0 = all.
+        qkv_bias, o_bias, mlp_bias: which projections have one.
+        qk_norm: RMSNorm over each head of q and k.
+        tied: the head is the embedding's matrix.
+    """
+
+    vocab: int
+    size: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    windows: tuple[int, ...]
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+
+    @staticmethod
+    def of(config: ModelConfig, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> DecoderSpec:
+        """What the config says, and what the family says on top."""
+        return DecoderSpec(
+            vocab=config.vocab_size,
+            size=config.hidden_size,
+            inner=config.intermediate_size,
+            layers=config.num_layers,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+            rope=config.rope,
+            max_position=config.max_position,
+            windows=config.windows,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+            tied=config.tie_word_embeddings,
+        )
+
+
+class CausalModel(Protocol):
+    """What the runner drives: our stack, or any other decoder through the generic backend."""
+
+    kv_shapes: tuple[KvShape, ...]
+
+    def forward(self, token_ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Int64 [T] → logits [S, vocab] of `ctx.logits_index`. Writes K and V of every token to the pool."""
+        ...
