@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from inferserve.metrics.names import COMMON_LABELS, Kind, declare
 from tests.fakes.dashboard import Query, load, queries
+from tests.prometheus import needs_prometheus, promtool
 
 SERIES = {
     series: metric
@@ -55,12 +54,12 @@ def test_series_and_labels_exist(query: Query) -> None:
     assert query.result_labels() <= available
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian package prometheus is not installed")
+@needs_prometheus
 def test_prometheus_parses_every_query(tmp_path: Path) -> None:
     rules = [{"record": f"q:{i}", "expr": query.filled()} for i, query in enumerate(queries())]
     file = tmp_path / "rules.json"  # JSON is YAML
     file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
-    done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=30)
+    done = promtool("check", "rules", str(file))
     assert done.returncode == 0, done.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ from inferserve.metrics.exposition import page, registry
 from inferserve.metrics.names import CONTENT_TYPE, Kind, declare
 from inferserve.metrics.totals import Totals
 from inferserve.protocol.boot import ROLE_HTTP, ROLE_METRICS, ROLE_ROUTER
+from tests.prometheus import needs_prometheus, promtool
 
 TABLE = declare(1000, 100)
 MODEL = 'odd "name"\\ of\na model'
@@ -67,9 +67,9 @@ def test_content_type_is_that_of_the_text() -> None:
     assert CONTENT_TYPE == "text/plain; version=0.0.4; charset=utf-8"
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian package prometheus is not installed")
+@needs_prometheus
 def test_promtool_is_content(text: str) -> None:
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+    done = promtool("check", "metrics", text=text)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
