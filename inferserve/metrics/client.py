@@ -18,7 +18,7 @@ from inferserve.errors import PeerGone
 from inferserve.log import event
 from inferserve.metrics.names import Kind, Metric, declare
 from inferserve.protocol.boot import Boot
-from inferserve.protocol.messages import MetricsMessage, MetricsPush, Sample, Scrape
+from inferserve.protocol.messages import MetricsMessage, MetricsPush, Sample
 
 log = logging.getLogger(__name__)
 
@@ -130,16 +130,6 @@ class MetricsClient:
         """
         if force or now >= self._times.due(self._changed):
             self._push(now, last=False)
-
-    def scrape(self, scrape_id: int, now: float) -> None:
-        """Ask for the metrics page, after pushing this process's totals on the same channel, so that it has them.
-
-        `ScrapeReply(scrape_id)` comes to this process's inbox. http workers only. Raises PeerGone.
-        """
-        self._push(now, last=False)
-        if self._outbox is None:
-            raise PeerGone("metrics")
-        self._outbox.send(Scrape(scrape_id, self._who[1]))
 
     def close(self, now: float) -> None:
         """Push the totals of the end; the exporter forgets this incarnation's gauges."""

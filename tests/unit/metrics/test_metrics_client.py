@@ -14,7 +14,7 @@ from inferserve.metrics.client import PUSH_INTERVAL_S, REPEAT_INTERVAL_S, Metric
 from inferserve.metrics.names import declare
 from inferserve.protocol.boot import ROLE_HTTP, ROLE_ROUTER
 from inferserve.protocol.codec import Codec
-from inferserve.protocol.messages import MetricsMessage, MetricsPush, Scrape
+from inferserve.protocol.messages import MetricsMessage, MetricsPush
 
 TABLE = declare(1000, 100)
 
@@ -161,19 +161,6 @@ def test_a_dead_exporter_costs_a_log_line_now_and_then(caplog: pytest.LogCapture
     sent.gone = False
     client.flush(120.0)
     assert [s.values for s in sent.messages[-1].samples if s.name == "request_count"] == [(40,)]
-
-
-def test_a_scrape_follows_the_totals_it_should_show() -> None:
-    client, sent = make()
-    client.flush(10.0)
-    client.add("request_count")
-    client.scrape(99, 10.01)
-    push, scrape = sent.messages[-2:]
-    assert push.samples == client.samples()
-    assert scrape == Scrape(99, 3)
-    sent.gone = True
-    with pytest.raises(PeerGone):
-        client.scrape(100, 10.02)
 
 
 @pytest.mark.parametrize(
