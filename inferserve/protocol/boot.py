@@ -9,6 +9,12 @@ ROLE_ROUTER = "router"
 ROLE_ENGINE = "engine"
 ROLE_DETOKENIZE = "detokenize"
 ROLE_METRICS = "metrics"
+ROLES = (ROLE_HTTP, ROLE_ROUTER, ROLE_ENGINE, ROLE_DETOKENIZE, ROLE_METRICS)
+
+
+def process_name(role: str, index: int) -> str:
+    """The process name in logs and in `endpoints`: `router`, `http-0`, `engine-0`."""
+    return f"{role}-{index}" if role in (ROLE_HTTP, ROLE_ENGINE) else role
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,5 +45,5 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The process name in logs and in `endpoints`: `router`, `http-0`, `engine-0`."""
-        return f"{self.role}-{self.index}" if self.role in (ROLE_HTTP, ROLE_ENGINE) else self.role
+        """As `process_name()` makes it."""
+        return process_name(self.role, self.index)
