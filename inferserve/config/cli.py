@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from inferserve.config.schema import ServerConfig
 from inferserve.errors import ConfigError
+from inferserve.protocol.boot import ROLES
 
 # Names of LightLLM that mean one of ours.
 ALIASES = {"model_name": "served_model_name"}
@@ -161,7 +162,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-def parser(command: str, roles: Sequence[str] = ()) -> argparse.ArgumentParser:
+def parser(command: str) -> argparse.ArgumentParser:
     """The parser of `inferserve COMMAND`, with one group for each part of the schema. All values stay text."""
     width = argparse.HelpFormatter("")._width
     built = _Parser(
@@ -176,8 +177,8 @@ def parser(command: str, roles: Sequence[str] = ()) -> argparse.ArgumentParser:
     general = built.add_argument_group("General")
     general.add_argument("-h", "--help", action="help", help="show this and exit")
     general.add_argument("--config", metavar="FILE", help="YAML file with flags; the command line wins over it")
-    if roles:
-        text = f"run this process under the terminal, for a debugger ({', '.join(roles)})"
+    if command == "serve":
+        text = f"run this process under the terminal, for a debugger ({', '.join(ROLES)})"
         general.add_argument("--foreground", metavar="ROLE", help=text)
     groups = {part: built.add_argument_group(title) for part, title in part_titles().items()}
     for item in flags().values():
@@ -222,20 +223,19 @@ def _dashes(argv: Sequence[str]) -> list[str]:
     return out
 
 
-def parse(argv: Sequence[str], command: str = "serve", roles: Sequence[str] = ()) -> Invocation:
+def parse(argv: Sequence[str], command: str = "serve") -> Invocation:
     """Settings from `argv` over `--config` over the defaults. Raises ConfigError with every problem it can name.
 
     Args:
         argv: arguments after the command.
-        command: for --help.
-        roles: what `--foreground` accepts; empty for commands that have no such flag.
+        command: for --help; only `serve` takes --foreground.
     """
-    namespace, left_over = parser(command, roles).parse_known_args(_dashes(argv))
+    namespace, left_over = parser(command).parse_known_args(_dashes(argv))
     given: dict[str, Any] = vars(namespace)
-    problems = _unknown(left_over, roles)
+    problems = _unknown(left_over)
     foreground = given.pop("foreground", "")
-    if foreground and foreground not in roles:
-        problems.append(f"--foreground {foreground}: not one of {', '.join(roles)}")
+    if foreground and foreground not in ROLES:
+        problems.append(f"--foreground {foreground}: not one of {', '.join(ROLES)}")
     values: dict[str, object] = {}
     file = given.pop("config", None)
     sources: list[Callable[[], dict[str, object]]] = [lambda: _typed(given)]
@@ -251,9 +251,9 @@ def parse(argv: Sequence[str], command: str = "serve", roles: Sequence[str] = ()
     return Invocation(build(values), foreground)
 
 
-def _unknown(left_over: Sequence[str], roles: Sequence[str]) -> list[str]:
+def _unknown(left_over: Sequence[str]) -> list[str]:
     """One line for each flag that does not exist, or for stray words when there is none."""
-    known = ["--" + n.replace("_", "-") for n in flags()] + ["--config"] + (["--foreground"] if roles else [])
+    known = ["--" + n.replace("_", "-") for n in flags()] + ["--config", "--foreground"]
     names = [token.split("=")[0] for token in left_over if token.startswith("-")]
     if names:
         return [f"unknown flag {name}{_suggest(name, known)}" for name in names]
