@@ -26,7 +26,7 @@ def granule_digests(tokens: NDArray[np.int32], parent: bytes = b"") -> list[byte
         One digest of 16 bytes for each full granule: blake2b(parent ‖ little-endian int32 ids).
     """
     whole = len(tokens) // GRANULE * GRANULE
-    data = memoryview(np.ascontiguousarray(tokens[:whole], dtype="<i4")).cast("B") if whole else memoryview(b"")
+    data = memoryview(tokens[:whole].astype("<i4", copy=False).tobytes())
     digests = []
     for start in range(0, len(data), 4 * GRANULE):
         digest = blake2b(parent, digest_size=DIGEST_BYTES)

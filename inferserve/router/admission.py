@@ -1,0 +1,221 @@
+"""`AdmissionPolicy`: who may run, decided from a snapshot alone.
+
+A request is admitted if the estimated future peak of KV use stays within the pool, rows and first-step tokens allow
+it, and no row is paused. While less than `router_token_ratio` of the pool is in use, rows are expected to be as long
+as rows lately were; above it, or with ratio 0, every row is given its full `max_tokens`. Then no row is ever paused, as
+long as the engine gives each started row a token in every step and frees a row's KV within END_LAG steps. Knows no
+clock, message or slot table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferserve.router.estimate import PeakEstimate
+from inferserve.router.output_lengths import LengthCurve
+
+Longs = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+END_LAG = 2
+"""Steps between a row's last token and the moment its KV is free: the engine computes one step ahead."""
+PREFILL_STEPS = 2
+"""How many steps' worth of first chunks may be handed to the engine before they start."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the pool and the settings allow.
+
+    Attributes:
+        kv_tokens: size of the KV pool, tokens.
+        max_rows: rows that may run at once.
+        batch_max_tokens: tokens of one step.
+        first_chunk: prompt tokens of one row in one step.
+        token_ratio: pool share from which on full lengths are reserved.
+        prefix_cache: whether siblings share the KV of their prompt.
+    """
+
+    kv_tokens: int
+    max_rows: int
+    batch_max_tokens: int
+    first_chunk: int
+    token_ratio: float
+    prefix_cache: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The running rows (arrays of one entry each) and what they share.
+
+    Attributes:
+        own: int64, prompt tokens that only this row holds.
+        generated: int64, output tokens so far; 0 = not started.
+        limit: int64, max_tokens.
+        always_full: bool, the row ignores eos.
+        first_tokens: int64, tokens it wants in its first step.
+        shared: prompt tokens held by several rows, counted once.
+        paused: rows paused for lack of KV.
+        lengths: distribution of real output lengths.
+    """
+
+    own: Longs
+    generated: Longs
+    limit: Longs
+    always_full: Bools
+    first_tokens: Longs
+    shared: int
+    paused: int
+    lengths: LengthCurve
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The request at the head of the queue.
+
+    Attributes:
+        rows: siblings that are to run together.
+        prompt_tokens: KV tokens for their prompt that no running row holds.
+        sole: (position in the snapshot, tokens) of the others, where one row alone holds them so far.
+        first_tokens: tokens they want to compute in their first step.
+        max_tokens: output limit of each sibling.
+        ignore_eos: whether each will use its limit.
+    """
+
+    rows: int
+    prompt_tokens: int
+    sole: tuple[tuple[int, int], ...]
+    first_tokens: int
+    max_tokens: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """It runs."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """It waits, and all behind it: `reason` is paused, rows, prefill or kv."""
+
+    reason: str
+
+
+Decision = Admitted | Held
+
+
+class AdmissionPolicy:
+    """The rules for one set of limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def refusal(self, prompt_len: int, max_tokens: int) -> str:
+        """Why one sequence can never run, with the numbers; '' if it can."""
+        need, pool = prompt_len + max_tokens, self.limits.kv_tokens
+        if need <= pool:
+            return ""
+        return (
+            f"prompt of {prompt_len} tokens + max_tokens {max_tokens} = {need} tokens"
+            f" can never fit: the KV pool holds {pool} tokens"
+        )
+
+    def together(self, rows: int, prompt_len: int, max_tokens: int) -> int:
+        """How many of `rows` siblings can run at once on an empty engine; at least 1 if none is refused."""
+        further = (self.limits.kv_tokens - prompt_len - max_tokens) // (self._further(prompt_len) + max_tokens)
+        return max(1, min(rows, self.limits.max_rows, 1 + further))
+
+    def prompt_tokens(self, rows: int, prompt_len: int, shared: int) -> int:
+        """KV tokens for the prompt of `rows` siblings, of which running rows hold `shared`."""
+        return prompt_len - shared + (rows - 1) * self._further(prompt_len)
+
+    def first_tokens(self, rows: int, prefill: int) -> int:
+        """Tokens that `rows` siblings with `prefill` uncached prompt tokens want in their first step."""
+        return min(prefill, self.limits.first_chunk) + (rows - 1) * min(self._further(prefill), self.limits.first_chunk)
+
+    def _further(self, prompt_len: int) -> int:
+        """Prompt tokens of a further sibling: it computes the last one for its own first output."""
+        return 1 if self.limits.prefix_cache else prompt_len
+
+    def open(self, snapshot: Snapshot) -> AdmissionRound:
+        """Begin a round of decisions on `snapshot`."""
+        return AdmissionRound(self.limits, snapshot)
+
+
+class AdmissionRound:
+    """Decisions that build on each other: what is admitted counts for the next candidate."""
+
+    def __init__(self, limits: Limits, snapshot: Snapshot) -> None:
+        self._limits = limits
+        self._lengths = snapshot.lengths
+        self._paused = snapshot.paused
+        self._rows = len(snapshot.own)
+        starting = snapshot.generated == 0
+        self._first_tokens = int(np.where(starting, snapshot.first_tokens, 1).sum())
+        self._starting = bool(starting.any())
+        held = snapshot.own + snapshot.generated
+        self._used = int(held.sum()) + snapshot.shared
+
+        def estimate(total: Longs) -> PeakEstimate:
+            left = total - snapshot.generated + np.where(starting, 0, END_LAG)
+            return PeakEstimate(held, left, starting, snapshot.shared)
+
+        self._full = estimate(snapshot.limit)
+        self._likely: PeakEstimate | None = None
+        if not self._busy():
+            expected = snapshot.lengths.expected(snapshot.generated, snapshot.limit)
+            self._likely = estimate(np.where(snapshot.always_full, snapshot.limit, expected))
+
+    def peak(self) -> int:
+        """Estimated future peak, KV tokens, of all that runs now."""
+        return self._estimate().peak()
+
+    def consider(self, candidate: Candidate) -> Decision:
+        """Admit the candidate or hold it; assumes that `refusal` and `together` had nothing against it."""
+        if self._rows:
+            if self._paused:
+                return Held("paused")
+            if self._rows + candidate.rows > self._limits.max_rows:
+                return Held("rows")
+            if not self._starts_soon(candidate):
+                return Held("prefill")
+            if not self._fits(candidate):
+                return Held("kv")
+        self._admit(candidate)
+        return Admitted()
+
+    def _busy(self) -> bool:
+        return self._used >= self._limits.token_ratio * self._limits.kv_tokens
+
+    def _estimate(self) -> PeakEstimate:
+        return self._full if self._likely is None or self._busy() else self._likely
+
+    def _starts_soon(self, candidate: Candidate) -> bool:
+        """Whether its first chunk comes up within PREFILL_STEPS; if nothing else is starting, it does."""
+        tokens = self._first_tokens + candidate.first_tokens
+        return not self._starting or tokens <= PREFILL_STEPS * self._limits.batch_max_tokens
+
+    def _fits(self, candidate: Candidate) -> bool:
+        estimate = self._estimate()
+        left = candidate.max_tokens if estimate is self._full else self._expected(candidate)
+        with_holders = estimate.keeping(candidate.sole)
+        return with_holders.peak_with(candidate.prompt_tokens, left, candidate.rows) <= self._limits.kv_tokens
+
+    def _expected(self, candidate: Candidate) -> int:
+        limit = np.array([candidate.max_tokens])
+        return candidate.max_tokens if candidate.ignore_eos else int(self._lengths.expected(limit * 0, limit)[0])
+
+    def _admit(self, candidate: Candidate) -> None:
+        self._full = self._full.keeping(candidate.sole)
+        self._full.add(candidate.prompt_tokens, candidate.max_tokens, candidate.rows)
+        if self._likely is not None:
+            self._likely = self._likely.keeping(candidate.sole)
+            self._likely.add(candidate.prompt_tokens, self._expected(candidate), candidate.rows)
+        self._rows += candidate.rows
+        self._used += candidate.prompt_tokens
+        self._first_tokens += candidate.first_tokens
+        self._starting = True
