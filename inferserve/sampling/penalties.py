@@ -1,0 +1,127 @@
+"""Repetition, presence and frequency penalties, from a token history kept on the device.
+
+A row's history is the distinct tokens of its prompt (if it has a repetition penalty) and then every output token. It
+grows on the device as tokens are sampled, so a step can be launched before the host has seen the last one. Costs are
+proportional to what was said, not to the vocabulary, and rows without penalties have no history.
+
+    repetition: l / r if l > 0 else l * r, for tokens of prompt or output (CTRL, arXiv 1909.05858, section 4.1)
+    presence, frequency: l - presence * [count > 0] - frequency * count, over output tokens (OpenAI API reference)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from inferserve.protocol.sampling import SamplingParams
+from inferserve.sampling.upload import upload
+
+_SLOT = np.dtype(
+    [
+        ("prompt", np.int64),
+        ("total", np.int64),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+    ]
+)
+_FIRST_ROWS, _FIRST_COLUMNS = 8, 256
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """True unless all three are off."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+class Penalties:
+    """Histories of the rows that have penalties, one line of a growing table each."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._history = torch.zeros((_FIRST_ROWS, _FIRST_COLUMNS), dtype=torch.int64, device=device)
+        self._slots = np.zeros(_FIRST_ROWS, _SLOT)
+        self._slot_of: dict[int, int] = {}
+        self._free = list(range(_FIRST_ROWS))
+
+    def open(self, row: int, params: SamplingParams, prompt: Ints, output: Ints) -> None:
+        """Start a history from what was said so far."""
+        self.close(row)
+        distinct = np.unique(prompt) if params.repetition_penalty != 1.0 else prompt[:0]
+        tokens = np.concatenate((distinct, output)).astype(np.int64)
+        # An id that the model cannot emit has no logit to penalise; entry `vocab_size` is the spare one.
+        tokens[(tokens < 0) | (tokens >= self._vocab_size)] = self._vocab_size
+        if not self._free:
+            self._grow(2 * len(self._slots), self._history.shape[1])
+        slot = self._slot_of[row] = self._free.pop()
+        self._reserve(len(tokens))
+        self._slots[slot] = (
+            len(distinct),
+            len(tokens),
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        self._history[slot, : len(tokens)] = upload(tokens, self._device)
+
+    def close(self, row: int) -> None:
+        """Forget `row`."""
+        slot = self._slot_of.pop(row, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def apply(self, work: torch.Tensor, where: Longs, rows: Ints) -> None:
+        """Penalise in place.
+
+        Args:
+            work: float32 [P, width], contiguous, width > vocab_size: entry vocab_size of each row is spare.
+            where: int64 [N], indexes into P. rows: int32 [N], their rows, each with a history.
+        """
+        slots = self._find(rows)
+        state = self._slots[slots]
+        longest = int(state["total"].max())
+        if not longest:
+            return
+        numbers = upload(np.stack((where * work.shape[1], slots, state["prompt"], state["total"])), self._device)
+        base, slot, prompt, total = numbers[:, :, None]
+        strength = upload(np.stack((state["repetition"], state["presence"], state["frequency"])), self._device)
+        repetition, presence, frequency = strength[:, :, None]
+        column = torch.arange(longest, device=self._device)[None, :]
+        tokens = self._history[:, :longest].index_select(0, slot[:, 0])
+        flat = work.view(-1)
+        if (state["repetition"] != 1.0).any():
+            index = base + torch.where(column < total, tokens, self._vocab_size)
+            old = flat[index]
+            # Repeated tokens write the same value twice.
+            flat[index] = torch.where(old > 0, old / repetition, old * repetition)
+        if (state["presence"] != 0.0).any() or (state["frequency"] != 0.0).any():
+            said = (column >= prompt) & (column < total)
+            index = base + torch.where(said, tokens, self._vocab_size)
+            flat[index] = flat[index] - presence
+            flat.index_add_(0, index.flatten(), (-frequency).expand_as(index).flatten())
+
+    def append(self, rows: Ints, token_ids: torch.Tensor) -> None:
+        """Add each row's newest token, int64 [N] on the device."""
+        slots = self._find(rows)
+        self._reserve(int(self._slots["total"][slots].max()) + 1)
+        place = upload(np.stack((slots, self._slots["total"][slots])), self._device)
+        self._history[place[0], place[1]] = token_ids
+        self._slots["total"][slots] += 1
+
+    def _find(self, rows: Ints) -> Longs:
+        return np.array([self._slot_of[row] for row in rows.tolist()], np.int64)
+
+    def _reserve(self, columns: int) -> None:
+        if columns > self._history.shape[1]:
+            self._grow(len(self._slots), max(columns, 2 * self._history.shape[1]))
+
+    def _grow(self, rows: int, columns: int) -> None:
+        history = torch.zeros((rows, columns), dtype=torch.int64, device=self._device)
+        history[: self._history.shape[0], : self._history.shape[1]] = self._history
+        self._free += range(len(self._slots), rows)
+        self._slots = np.concatenate((self._slots, np.zeros(rows - len(self._slots), _SLOT)))
+        self._history = history
