@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`array` as a tensor on `device`; on the CPU a view of it.
+    """A copy of `array` as a tensor on `device`.
 
     On CUDA it goes through pinned memory in stream order (torch keeps the pinned block until the copy is done).
     """
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    tensor = torch.from_numpy(np.array(array, order="C"))
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
