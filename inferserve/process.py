@@ -119,6 +119,8 @@ def run(body: Callable[[Child], None]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
     child = Child(read_boot(sys.argv))
+    if child.control.gone():
+        return 0  # the launcher died before this process asked to die with it
     setup(child.boot.name, child.config.log.log_level, child.config.log.log_format)
     try:
         body(child)

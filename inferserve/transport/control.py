@@ -24,6 +24,15 @@ class ChildControl:
         """For a poller."""
         return self._socket.fileno()
 
+    def gone(self) -> bool:
+        """True when the launcher has closed its end; does not block and takes nothing."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def send(self, message: ToLauncher) -> None:
         """Tell the launcher; silent when it is gone (the next `receive` says so)."""
         with contextlib.suppress(OSError):
