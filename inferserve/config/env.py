@@ -48,12 +48,12 @@ def cuda_hidden() -> bool:
 
 
 def child_environment(*, one_thread: bool) -> dict[str, str]:
-    """The environment of a child process.
+    """The environment of a child process; ours stays here, since children are told everything in their boot record.
 
     Args:
         one_thread: keep numerical libraries from starting one thread a core, for processes that do no linear algebra.
     """
-    child = dict(os.environ)
+    child = {name: value for name, value in os.environ.items() if not name.startswith("INFERSERVE_")}
     if one_thread:
         child.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     return child
