@@ -30,13 +30,14 @@ class KvLedger:
         table: int32 [max_rows, max_len], page table: pool index of each position, valid below `length`.
         length: int32 [max_rows], tokens of each row that have a place in the pool.
         shared: int32 [max_rows], how many of them belong to the prefix tree.
+        shares: whether rows share prefixes and leave theirs behind; False = no prefix cache.
     """
 
     def __init__(self, total: int, max_rows: int, max_len: int, prefix_cache: bool = True) -> None:
         self.table: Ints = np.zeros((max_rows, max_len), dtype=np.int32)
         self.length: Ints = np.zeros(max_rows, dtype=np.int32)
         self.shared: Ints = np.zeros(max_rows, dtype=np.int32)
-        self._prefix_cache = prefix_cache
+        self.shares = prefix_cache
         self._pool = TokenAllocator(total)
         self._tree = RadixTree()
         self._held: list[Node | None] = [None] * max_rows
@@ -65,7 +66,7 @@ class KvLedger:
             Length of the prefix: KV that need not be computed.
         """
         assert self._held[row] is None, f"row {row} is open"
-        prefix = tokens[: len(tokens) - 1] if self._prefix_cache else tokens[:0]
+        prefix = tokens[: len(tokens) - 1] if self.shares else tokens[:0]
         match = self._tree.match(prefix)
         self._tree.lock(match.node)
         self._held[row] = match.node
@@ -125,7 +126,7 @@ class KvLedger:
             tokens: int32 [n], n <= length, whose KV is known to be good. Where another row was faster, this row
                 switches to its KV.
         """
-        if not self._prefix_cache or len(tokens) <= self.shared[row]:
+        if not self.shares or len(tokens) <= self.shared[row]:
             return
         self._release_prefix(row)
         self._cache(row, tokens)
@@ -143,7 +144,7 @@ class KvLedger:
         Args:
             tokens: int32 [n], n <= length, whose KV is known to be good; empty to cache nothing (a failed row).
         """
-        keep = max(len(tokens) if self._prefix_cache else 0, int(self.shared[row]))
+        keep = max(len(tokens) if self.shares else 0, int(self.shared[row]))
         self.truncate(row, keep)
         self._release_prefix(row)
         if keep > self.shared[row]:
