@@ -1,1 +1,1 @@
-"""The HTTP process: validate, tokenize, take slots, stream."""
+"""The HTTP process: OpenAI and native routes on the inherited socket; owns a range of slots and streams their text."""

@@ -1,0 +1,56 @@
+"""`Dispatcher`: reads this worker's inbox when the event loop says so and wakes the requests that messages name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import assert_never
+
+from inferserve.http.live import LiveRequests
+from inferserve.http.metrics_route import Scraper
+from inferserve.protocol.messages import Dropped, HttpMessage, ScrapeReply, TextReady
+from inferserve.transport.channel import Inbox
+
+_BATCH = 256
+
+
+class Dispatcher:
+    """Inbox to requests."""
+
+    def __init__(self, inbox: Inbox[HttpMessage], live: LiveRequests, scraper: Scraper) -> None:
+        self._inbox = inbox
+        self._live = live
+        self._scraper = scraper
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start reading. The descriptor is edge-triggered, so what came before is read at once."""
+        self._loop = loop
+        loop.add_reader(self._inbox.fileno(), self.drain)
+        loop.call_soon(self.drain)
+
+    def detach(self) -> None:
+        """Stop reading."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._inbox.fileno())
+
+    def drain(self) -> None:
+        """Handle what is there. After a full batch the loop gets a turn before the rest."""
+        messages = self._inbox.drain(_BATCH)
+        now_ns = time.monotonic_ns()
+        for message in messages:
+            self.handle(message, now_ns)
+        if len(messages) == _BATCH and self._loop is not None:
+            self._loop.call_soon(self.drain)
+
+    def handle(self, message: HttpMessage, now_ns: int) -> None:
+        """Act on one message that arrived at `now_ns`."""
+        match message:
+            case TextReady():
+                self._live.deliver(message.items, now_ns)
+            case Dropped():
+                self._live.dropped(message)
+            case ScrapeReply():
+                self._scraper.reply(message)
+            case _:
+                assert_never(message)

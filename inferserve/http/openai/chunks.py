@@ -1,0 +1,130 @@
+"""Chunks of the two OpenAI streams. All of a chunk but its text is the same from token to token and is made once.
+
+One event a piece; the role comes with a choice's first event, the finish reason with its last; usage as asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from inferserve.errors import RequestError
+from inferserve.http.generation import Piece, TokenDetails, Usage, finish_name
+from inferserve.http.openai.identity import Identity
+from inferserve.http.openai.schema import StreamOptions
+from inferserve.http.streams import DONE, error_event, json_text
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What differs between the routes: the `object` name and what stands around the text."""
+
+    object: str
+    first: bytes
+    before: bytes
+    after: bytes
+
+
+CHAT = Shape("chat.completion.chunk", b'"delta":{"role":"assistant","content":', b'"delta":{"content":', b"}")
+COMPLETION = Shape("text_completion", b'"text":', b'"text":', b"")
+
+
+class Chunks:
+    """`EventFormat` of one stream.
+
+    Args:
+        identity: `id`, `created` and `model`.
+        choices: how many there are.
+        prompt_tokens: for running usage.
+        logprobs: the logprobs value of tokens of a choice, None if not asked for.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        identity: Identity,
+        choices: int,
+        options: StreamOptions | None,
+        prompt_tokens: int,
+        logprobs: Callable[[int, TokenDetails], Any] | None,
+    ) -> None:
+        head = {"id": identity["id"], "object": shape.object, **identity}
+        self._head = b"data: " + _encode(head)[:-1]
+        starts = [self._head + b',"choices":[{"index":%d,' % i for i in range(choices)]
+        # The opening of each choice's next event; the first one has the role.
+        self._next = [start + shape.first for start in starts]
+        self._opening = [start + shape.before for start in starts]
+        self._usage = bool(options and options.include_usage)
+        self._running_usage = bool(self._usage and options and options.continuous_usage_stats)
+        self._after = shape.after + b',"logprobs":'
+        self._end = b'}],"usage":null}\n\n' if self._usage else b"}]}\n\n"
+        self._plain = self._after + b'null,"finish_reason":null' + self._end
+        self._logprobs = logprobs
+        self._counts = _Counts(prompt_tokens, [0] * choices)
+
+    def event(self, piece: Piece) -> bytes:
+        """The chunk of one piece; b'' for a token that completed no text, unless more than text was asked for."""
+        choice, text = piece.choice, piece.text
+        if piece.finish or piece.details is not None or self._running_usage:
+            return self._full(piece)
+        if not text:
+            return b""
+        opening = self._next[choice]
+        self._next[choice] = self._opening[choice]
+        return opening + json_text(text) + self._plain
+
+    def end(self, usage: Usage) -> bytes:
+        """The usage chunk if it was asked for, and `[DONE]`."""
+        if not self._usage:
+            return DONE
+        return self._head + b',"choices":[],"usage":' + _encode(usage_object(usage)) + b"}\n\n" + DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """The error event and `[DONE]`."""
+        return error_event(error) + DONE
+
+    def _full(self, piece: Piece) -> bytes:
+        """A chunk with a finish reason, logprobs or running usage."""
+        choice = piece.choice
+        new_tokens = piece.tokens > self._counts.tokens[choice]
+        self._counts.tokens[choice] = piece.tokens
+        if not piece.text and not piece.finish and not new_tokens:
+            return b""
+        opening = self._next[choice]
+        self._next[choice] = self._opening[choice]
+        logprobs = b"null"
+        if self._logprobs is not None and piece.details is not None:
+            logprobs = _encode(self._logprobs(choice, piece.details))
+        finish = b',"finish_reason":' + _encode(finish_name(piece.finish))
+        if piece.finish:
+            finish += b',"stop_reason":' + _encode(piece.stop_reason)
+        end = self._end
+        if self._running_usage:
+            end = b'}],"usage":' + _encode(usage_object(self._counts.usage())) + b"}\n\n"
+        return opening + json_text(piece.text) + self._after + logprobs + finish + end
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Token counts as the events written so far show them."""
+
+    prompt: int
+    tokens: list[int]
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt, sum(self.tokens))
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """`usage` of answers and chunks."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

@@ -1,0 +1,175 @@
+"""Answers of generation routes, as ASGI responses: server-sent events and whole JSON, both ended by a disconnect.
+
+A response submits its request, so nothing can be lost between the two. The head is held back until the first text or
+error is there: what fails before has a status of its own. One task per request waits for the client to leave; per
+token there is one wake-up, one `send`, no task and no timer. Formats know the public shapes; this module does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from inferserve.errors import RequestError, RequestFailed
+from inferserve.http import problems
+from inferserve.http.generation import Disconnected, GenerateRequest, Generation, Piece, TokenDetails, Usage
+from inferserve.http.service import GenerationService
+
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+_encode = msgspec.json.Encoder().encode
+
+
+class EventFormat(Protocol):
+    """A public stream format. Events are complete: `data: …` and a blank line."""
+
+    def event(self, piece: Piece) -> bytes:
+        """The event of one piece, b'' for nothing to say."""
+
+    def end(self, usage: Usage) -> bytes:
+        """What follows the last piece, the terminal marker included."""
+
+    def error(self, error: RequestError) -> bytes:
+        """An error event and the terminal marker."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """All of one choice. `parts` are tokens and the text they came with, if tokens were wanted."""
+
+    texts: list[str] = field(default_factory=list)
+    parts: list[tuple[TokenDetails, str]] = field(default_factory=list)
+    tokens: int = 0
+    finish: int = 0
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return "".join(self.texts)
+
+    def add(self, piece: Piece) -> None:
+        """Take in one piece."""
+        self.texts.append(piece.text)
+        self.tokens = piece.tokens
+        if piece.details is not None:
+            self.parts.append((piece.details, piece.text))
+        if piece.finish:
+            self.finish = piece.finish
+            self.stop_reason = piece.stop_reason
+
+
+class WholeFormat(Protocol):
+    """A public format of unstreamed answers."""
+
+    def answer(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """The body."""
+
+
+class GenerationResponse(Response):
+    """Submits `request` when it is called and answers with what comes of it."""
+
+    def __init__(self, service: GenerationService, request: GenerateRequest) -> None:
+        super().__init__()
+        self._service = service
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry. Raises the RequestError of a request that failed before anything was sent."""
+        generation = self._service.submit(self._request)
+        scope["state"]["submitted"] = True
+        watch = asyncio.create_task(_watch(receive, generation))
+        try:
+            await self._answer(generation, send)
+        except Disconnected:
+            return
+        finally:
+            watch.cancel()
+            generation.close()
+
+    async def _answer(self, generation: Generation, send: Send) -> None:
+        raise NotImplementedError
+
+
+class StreamedResponse(GenerationResponse):
+    """Server-sent events in `events`' format."""
+
+    def __init__(self, service: GenerationService, request: GenerateRequest, events: EventFormat) -> None:
+        super().__init__(service, request)
+        self._events = events
+
+    async def _answer(self, generation: Generation, send: Send) -> None:
+        pieces = await generation.next()
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        try:
+            await self._stream(generation, pieces, send)
+            last = self._events.end(generation.usage)
+        except RequestError as error:
+            last = self._events.error(error)
+        except Disconnected:
+            raise
+        except Exception:
+            log.exception("stream %s failed", self._request.name)
+            last = self._events.error(RequestFailed("Internal server error."))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _stream(self, generation: Generation, pieces: list[Piece], send: Send) -> None:
+        event, take = self._events.event, generation.next
+        while pieces:
+            body = event(pieces[0]) if len(pieces) == 1 else b"".join(map(event, pieces))
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            pieces = await take()
+
+
+class WholeResponse(GenerationResponse):
+    """One JSON body in `whole`'s format."""
+
+    def __init__(self, service: GenerationService, request: GenerateRequest, whole: WholeFormat) -> None:
+        super().__init__(service, request)
+        self._whole = whole
+
+    async def _answer(self, generation: Generation, send: Send) -> None:
+        choices = [Choice() for _ in range(generation.running)]
+        while pieces := await generation.next():
+            for piece in pieces:
+                choices[piece.choice].add(piece)
+        body = _encode(self._whole.answer(choices, generation.usage))
+        head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _watch(receive: Receive, generation: Generation) -> None:
+    """End `generation` when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.disconnect()
+
+
+def error_event(error: RequestError) -> bytes:
+    """`data: {"error": …}` and a blank line."""
+    return b"data: " + _encode(problems.error_object(error)) + b"\n\n"
+
+
+def json_text(text: str) -> bytes:
+    """`text` as a JSON string that no line splitter cuts: U+0085, U+2028 and U+2029 are escaped."""
+    raw = _encode(text)
+    if not text.isascii() and (b"\xe2\x80" in raw or b"\xc2\x85" in raw):
+        raw = raw.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+        raw = raw.replace(b"\xc2\x85", b"\\u0085")
+    return raw
