@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ class SlotsMachine(RuleBasedStateMachine):
             return
         with pytest.raises(ValueError, match="read-only"):
             array[slot] = 7
-        with pytest.raises(ValueError, match="cannot set WRITEABLE|read-only"):
+        with pytest.raises(ValueError, match="read-only"):
             np.copyto(array, 7)
 
     @invariant()
@@ -151,9 +152,8 @@ def test_segments_neither_grow_nor_shrink() -> None:
 
 
 def test_segments_have_no_name_and_take_pages_on_touch() -> None:
-    before = set(os.listdir("/dev/shm"))
-    segment = Segment.create("test", 1 << 36)
-    assert set(os.listdir("/dev/shm")) == before
+    segment = Segment.create("nameless-test", 1 << 36)
+    assert not list(Path("/dev/shm").glob("*nameless-test*"))
     assert os.fstat(segment.fd).st_blocks == 0
     segment.mmap[12345] = 1
     assert 0 < os.fstat(segment.fd).st_blocks * 512 <= 2 * max(mmap.PAGESIZE, 1 << 21)
