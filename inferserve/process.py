@@ -50,14 +50,20 @@ class Child:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.started = time.monotonic()
         self.service_ready = False
+        self._outboxes: dict[str, Outbox] = {}
 
     def inbox(self, union: object) -> Inbox:
         """This process's inbox, decoding `union`."""
         return Inbox(self.context, union, self.boot.inbox_fd, self.boot.endpoints[self.boot.name])
 
     def outbox(self, name: str, union: object, queue: int = SEND_QUEUE) -> Outbox:
-        """A channel to the process called `name` (`router`, `engine-0`, `http-1`, …), holding `queue` unsent messages."""
-        return Outbox(self.context, union, self.boot.endpoints[name], queue)
+        """The channel to the process called `name` (`router`, `engine-0`, `http-1`, …), holding `queue` unsent messages.
+
+        One for each name, however often it is asked for: what this process sends to a peer arrives in order.
+        """
+        if name not in self._outboxes:
+            self._outboxes[name] = Outbox(self.context, union, self.boot.endpoints[name], queue)
+        return self._outboxes[name]
 
     def ready(self, **facts: str | int | float) -> None:
         """Tell the launcher that this process serves. Freezes start-up objects out of the garbage collector."""
