@@ -103,6 +103,17 @@ class Router:
         if self._observer.push_due(now):
             self._observer.push(self._peak(), now)
 
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing runs."""
+        return not len(self._queue) and not len(self._rows)
+
+    def check(self) -> None:
+        """Raise AssertionError if the tables disagree."""
+        self._queue.check()
+        self._rows.check()
+        self._shared.check()
+
     # ------------------------------------------------------------------------------------------------------ messages
 
     def _submit(self, message: Submit) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Longs = NDArray[np.int64]
 Doubles = NDArray[np.float64]
 
-QUANTILE = 0.8
+QUANTILE = 0.6
 MEMORY = 1000
 MIN_ROWS = 16
 _BINS_PER_OCTAVE = 8
