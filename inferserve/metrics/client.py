@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 PUSH_INTERVAL_S = 0.25
 REPEAT_INTERVAL_S = 5.0
 # A dead metrics process must not make its clients hoard pushes. Scrapes share the queue, so it holds a burst of them.
-PUSH_QUEUE = 64
+PUSH_QUEUE = 256
 _COMPLAIN_INTERVAL_S = 10.0
 
 

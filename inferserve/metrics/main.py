@@ -22,8 +22,6 @@ from inferserve.protocol.messages import HttpMessage, MetricsMessage, MetricsPus
 
 log = logging.getLogger(__name__)
 
-_REPLY_QUEUE = 8
-
 
 class Exporter:
     """Totals, the page made of them, and where to send it."""
@@ -35,10 +33,7 @@ class Exporter:
         self._registry = registry(table, self._totals, model_name=config.model_names[0], engine="0")
         self._own = MetricsClient(table, ROLE_METRICS, 0, child.boot.incarnation, self._totals)
         self._processes = ProcessMeter(self._own, os.getppid())
-        self._http = [
-            child.outbox(f"{ROLE_HTTP}-{i}", HttpMessage, queue=_REPLY_QUEUE)
-            for i in range(config.http.httpserver_workers)
-        ]
+        self._http = [child.outbox(f"{ROLE_HTTP}-{i}", HttpMessage) for i in range(config.http.httpserver_workers)]
         self._complained: set[str] = set()
 
     def handle(self, messages: list[MetricsMessage]) -> None:
