@@ -30,7 +30,19 @@ gateways made for either work after changing the prefix. Where both use a name (
 - Sums are exact over restarts of every process but the metrics process, after whose restart they continue from what
   the living processes counted. The page can be 0.25 s old.
 
-`dashboards/grafana.json` shows them. This page is written by `python -m inferserve.metrics.docs`.
+Prometheus needs no more than
+
+```yaml
+scrape_configs:
+  - job_name: inferserve
+    static_configs:
+      - targets: ["127.0.0.1:8000"]
+```
+
+`dashboards/grafana.json` is a Grafana dashboard to import. Autoscalers and the Kubernetes inference gateway want three gauges:
+`inferserve_num_requests_waiting`, `inferserve_num_requests_running` and `inferserve_kv_cache_usage_perc` (0 to 1).
+
+This page is written by `python -m inferserve.metrics.docs`.
 """
 
 _TITLES = {
