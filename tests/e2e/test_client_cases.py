@@ -20,7 +20,7 @@ CHATTING: Body = {
 }
 
 
-@pytest.fixture(params=["fake", "model"], ids=["fake", "real"])
+@pytest.fixture(params=["fake", pytest.param("model", marks=pytest.mark.real_model)], ids=["fake", "real"])
 def server(request: pytest.FixtureRequest) -> RunningServer:
     if request.param == "model":
         return request.getfixturevalue("model_server")
@@ -333,6 +333,7 @@ def test_prefix_cache_is_reported(model_server: RunningServer) -> None:
     assert text_of(first) == text_of(again)
 
 
+@pytest.mark.real_model
 def test_greedy_is_stable_under_load(model_server: RunningServer) -> None:
     alone = text_of(post(model_server, COMPLETIONS, PROMPT).json())
     prompts = [PROMPT["prompt"], *itertools.repeat("Once upon a time", 7)]
