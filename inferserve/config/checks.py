@@ -48,7 +48,11 @@ def option(name: str) -> str:
 
 def check_settings(config: ServerConfig) -> list[str]:
     """Problems of what the user set, before anything is known of the model; auto values (0, '') pass."""
-    return [*_ranges(config), *_model(config), *_engine(config), *_schedule(config)]
+    problems = [*_ranges(config), *_model(config), *_engine(config), *_schedule(config)]
+    schedule = config.schedule
+    if schedule.disable_chunked_prefill and schedule.chunked_prefill_size:
+        problems.append(f"--chunked-prefill-size {schedule.chunked_prefill_size} contradicts --disable-chunked-prefill")
+    return problems
 
 
 def _ranges(config: ServerConfig) -> list[str]:
@@ -98,8 +102,6 @@ def _schedule(config: ServerConfig) -> list[str]:
     schedule, problems = config.schedule, []
     batch, chunk, longest = schedule.batch_max_tokens, schedule.chunked_prefill_size, config.model.max_req_total_len
     if schedule.disable_chunked_prefill:
-        if chunk:
-            problems.append(f"--chunked-prefill-size {chunk} contradicts --disable-chunked-prefill")
         if batch and batch < longest:
             problems.append(
                 f"--batch-max-tokens {batch} is less than --max-req-total-len {longest}"
@@ -110,21 +112,18 @@ def _schedule(config: ServerConfig) -> list[str]:
     return problems
 
 
-def check_resolved(config: ServerConfig, context: int, asked: ServerConfig) -> list[str]:
+def check_resolved(config: ServerConfig, context: int) -> list[str]:
     """Problems that show once defaults are filled in.
 
     Args:
         config: with every default concrete.
         context: the model's longest sequence, tokens.
-        asked: what the user set.
     """
-    problems = []
+    problems = [*_engine(config), *_schedule(config)]
     if config.model.max_req_total_len > context:
         problems.append(
             f"--max-req-total-len {config.model.max_req_total_len} exceeds the model's context of {context} tokens"
         )
-    already = set(check_settings(asked))
-    problems += [line for line in check_settings(config) if line not in already]
     vocabulary = config.facts.vocab_size
-    problems += [f"--eos-id {i}: outside the vocabulary of {vocabulary}" for i in asked.model.eos_id if i >= vocabulary]
-    return problems
+    outside = [i for i in config.model.eos_id if i >= vocabulary]
+    return problems + [f"--eos-id {i}: outside the vocabulary of {vocabulary}" for i in outside]

@@ -50,8 +50,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ConfigError naming the file."""
     try:
         loaded = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return loaded

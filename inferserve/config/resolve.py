@@ -44,7 +44,7 @@ def resolve(asked: ServerConfig, report: Report = _report) -> ServerConfig:
     fake = asked.engine.engine == "fake"
     files = read_model(source, with_weights=not fake, eos_given=bool(asked.model.eos_id))
     config = _fill(asked, source, files)
-    problems = check_resolved(config, files.config.context_length, asked)
+    problems = check_resolved(config, files.config.context_length)
     if problems:
         raise ConfigError(*problems)
     return config
