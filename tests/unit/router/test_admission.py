@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from benchmarks.router_sim import Replay, Request
 from inferserve.config.schema import EnginePart, ModelPart, SchedulePart, ServerConfig
 from inferserve.router.admission import (
-    END_LAG,
     AdmissionPolicy,
     Admitted,
     Candidate,
@@ -64,10 +63,17 @@ def decide(rows: list[tuple[int, int, int]], asks: Candidate, limits: Limits = L
 
 def test_a_row_that_ends_soon_makes_room_for_the_future_of_another() -> None:
     ends_soon = (400, 90, 100)
-    room = POOL - (400 + 100 + END_LAG) - (10 + END_LAG)
+    lives = 10 + 2  # steps until its KV is free
+    room = POOL - (400 + 90 + lives) - lives
     assert decide([ends_soon], candidate(room, 500)) == Admitted()
     assert decide([ends_soon], candidate(room + 1, 500)) == Held("kv")
     assert decide([(400, 10, 100)], candidate(room, 500)) == Held("kv")
+
+
+def test_a_row_that_has_not_started_may_be_late_and_is_not_counted_as_gone() -> None:
+    assert decide([(400, 1, 10)], candidate(100, 95)) == Admitted()
+    assert decide([(400, 0, 10)], candidate(100, 95)) == Held("kv")
+    assert decide([(400, 0, 10)], candidate(100, 90)) == Admitted()
 
 
 def test_reasons_to_hold() -> None:
@@ -163,6 +169,22 @@ def test_reserving_in_full_never_pauses(drawn: Drawn, cache: bool, lag: int) -> 
     outcome = replay.run(trace(alone), max_steps=30_000)
     assert outcome.pauses == 0
     assert outcome.finished + outcome.refused == sum(len(d[4]) for d in drawn)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shared", [False, True])
+def test_reserving_in_full_never_pauses_a_crowd(seed: int, shared: bool) -> None:
+    """Prompts longer than a step, rows that use their whole limit, a pool that is always nearly full."""
+    rng = np.random.default_rng(seed)
+    crowd: Drawn = []
+    for _ in range(150):
+        limit = int(rng.integers(1, 120))
+        prefix = (1, 2) if shared and rng.random() < 0.5 else ()
+        crowd.append((int(rng.integers(0, 400)), prefix, int(rng.integers(1, 200)), limit, [limit], -1))
+    replay = Replay(config(0.0, rows=16), 1100 if shared else POOL, report_lag=1 + seed % 2)
+    outcome = replay.run(trace(crowd), max_steps=30_000)
+    assert outcome.pauses == 0 and outcome.finished == 150
+    assert outcome.used_peak > 0.95
 
 
 @settings(max_examples=60, deadline=None)
