@@ -63,6 +63,8 @@ def _check_files(asked: ServerConfig) -> list[str]:
 
 
 def _check_device(asked: ServerConfig) -> list[str]:
+    if asked.engine.engine == "fake":
+        return []
     problem = cuda_problem() if asked.engine.device == "cuda" else ""
     if problem:
         return [f"--device cuda: {problem}"]
