@@ -99,10 +99,11 @@ def load_decoder(
     with _defaults(dtype, device):
         model = Decoder(spec)
     wanted = dict(destinations(model, family.names, spec.layers))
-    optional, ignored = {}, _IGNORED
+    optional: dict[str, torch.Tensor] = {}
+    ignored = _IGNORED
     if spec.tied:
         del wanted["lm_head.weight"]
-        ignored += ("lm_head.weight",)
+        ignored = (*_IGNORED, "lm_head.weight")
     source: TensorSource
     if gguf_file:
         pairs = (spec.heads, spec.kv_heads) if family.gguf_rotary_pairs else None

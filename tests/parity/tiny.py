@@ -61,9 +61,7 @@ MODELS = (
     Tiny("llama-llama3", "LlamaConfig", _rope("llama3", **LLAMA3)),
     Tiny("mistral-window", "MistralConfig", {"sliding_window": 24, "head_dim": 32}),
     Tiny("qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
-    Tiny(
-        "qwen2-window", "Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
-    ),
+    Tiny("qwen2-window", "Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     Tiny("qwen3", "Qwen3Config", {"head_dim": 32}, shards=True),
     Tiny(
         "gemma2",

@@ -1,0 +1,58 @@
+"""How many tokens the KV pool gets. Arithmetic over free memory, with errors that carry the numbers and the flags."""
+
+from __future__ import annotations
+
+import torch
+
+from inferserve.config.schema import ServerConfig
+from inferserve.errors import ConfigError
+
+GIB = 2**30
+_TOKENS_PER_SEQUENCE = 2048
+"""On CPU the pool need not hold more than this for every sequence that may run: untouched pages cost nothing, but
+mapped ones hide from other programs."""
+_HOST_SHARE = 0.25
+_INT32 = 2**31 - 1
+
+
+def check_weights(config: ServerConfig, dtype: torch.dtype, free: int, where: str) -> None:
+    """Raise ConfigError if the weights alone cannot fit into `free` bytes."""
+    size = config.facts.weights * dtype.itemsize
+    if size > free:
+        raise ConfigError(
+            f"too little memory: {config.facts.weights} weights take {size / GIB:.1f} GiB as"
+            f" {str(dtype).removeprefix('torch.')} (--data-type), {where} has {free / GIB:.1f} GiB free"
+        )
+
+
+def host_tokens(config: ServerConfig, bytes_per_token: int, free: int) -> int:
+    """Size of a pool in host memory, tokens. `free` is what is left after loading, bytes."""
+    longest = config.model.max_req_total_len
+    budget = int(free * config.engine.mem_fraction * _HOST_SHARE)
+    useful = max(config.schedule.running_max_req_size * _TOKENS_PER_SEQUENCE, 4 * longest)
+    asked = config.engine.max_total_token_num
+    return checked(config, asked or min(budget // bytes_per_token, useful), bytes_per_token, free if asked else budget)
+
+
+def device_tokens(config: ServerConfig, bytes_per_token: int, budget: int) -> int:
+    """Size of a pool in device memory, tokens. `budget` is --mem-fraction less weights and activations, bytes."""
+    tokens = config.engine.max_total_token_num or max(budget, 0) // bytes_per_token
+    return checked(config, tokens, bytes_per_token, budget)
+
+
+def checked(config: ServerConfig, tokens: int, bytes_per_token: int, budget: int) -> int:
+    """`tokens`, at most 2^31 - 1. Raises ConfigError if they do not fit, or cannot hold one request."""
+    tokens = min(tokens, _INT32)
+    if tokens * bytes_per_token > budget:
+        raise ConfigError(
+            f"too little memory: --max-total-token-num {tokens} takes {tokens * bytes_per_token / GIB:.2f} GiB"
+            f" ({bytes_per_token} bytes a token), {max(budget, 0) / GIB:.2f} GiB are there (--mem-fraction"
+            f" {config.engine.mem_fraction:g})"
+        )
+    if tokens < config.model.max_req_total_len:
+        raise ConfigError(
+            f"the KV pool holds {tokens} tokens, --max-req-total-len is {config.model.max_req_total_len}:"
+            " lower it, or raise --max-total-token-num or --mem-fraction"
+            f" ({bytes_per_token} bytes a token, {max(budget, 0) / GIB:.2f} GiB for the pool)"
+        )
+    return tokens

@@ -1,0 +1,112 @@
+"""`Runner`: one step = stage, forward, sample, hand back. Knows the model only as logits of a step.
+
+On CUDA `launch` returns while the device works; results travel to pinned memory behind the step and an event says
+when they are there. Nothing in `launch` waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from inferserve.attention.base import AttentionBackend
+from inferserve.engine.staging import Staging
+from inferserve.engine.step import PendingStep, StepBatch, StepResult, TopAlternatives
+from inferserve.kernels.dispatch import Kernels
+from inferserve.layers.context import ForwardContext
+from inferserve.models.spec import CausalModel
+from inferserve.sampling.sampler import Sampled, Sampler, Tops
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step whose results are on the host."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        """See PendingStep."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step on the device; `host` is filled when `event` has happened."""
+
+    host: Sampled
+    event: torch.cuda.Event
+
+    def result(self) -> StepResult:
+        """See PendingStep."""
+        self.event.synchronize()
+        return _to_result(self.host)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """The parts of a step on one device."""
+
+    model: CausalModel
+    attention: AttentionBackend
+    kernels: Kernels
+    sampler: Sampler
+    staging: Staging
+
+    @torch.inference_mode()
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Start a step; see `EngineBackend.launch`."""
+        step = self.staging.put(batch)
+        ctx = ForwardContext(
+            batch=step.attention,
+            attention=self.attention,
+            plan=self.attention.plan(step.attention),
+            kernels=self.kernels,
+            logits_index=step.logits_index,
+        )
+        logits = self.model.forward(step.token_ids, ctx)
+        if not len(batch.sample):
+            return Done(_NOTHING)
+        sampled = self.sampler.sample(logits, batch.rows[batch.sample], batch.out_position)
+        self.staging.remember(step.sample_rows, sampled.token_ids)
+        if not logits.is_cuda:
+            return Done(_to_result(sampled))
+        event = torch.cuda.Event()
+        host = _to_pinned(sampled)
+        event.record()
+        return InFlight(host, event)
+
+
+_NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.bool_), {})
+
+
+def _to_pinned(sampled: Sampled) -> Sampled:
+    """The same, on its way to pinned host memory; filled when the stream gets there."""
+    tops = sampled.tops
+    if tops is not None:
+        tops = Tops(tops.index, tops.counts, _pinned(tops.token_ids), _pinned(tops.logprobs))
+    return Sampled(_pinned(sampled.token_ids), _pinned(sampled.logprobs), _pinned(sampled.failed), tops)
+
+
+def _pinned(source: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    return host.copy_(source, non_blocking=True)
+
+
+def _to_result(sampled: Sampled) -> StepResult:
+    """Host tensors to what the engine's loop reads."""
+    return StepResult(
+        token_ids=sampled.token_ids.numpy().astype(np.int32),
+        logprobs=sampled.logprobs.numpy(),
+        failed=sampled.failed.numpy(),
+        tops=_alternatives(sampled.tops) if sampled.tops else {},
+    )
+
+
+def _alternatives(tops: Tops) -> dict[int, TopAlternatives]:
+    ids, logprobs = tops.token_ids.tolist(), tops.logprobs.tolist()
+    return {
+        index: TopAlternatives(tuple(ids[i][:count]), tuple(logprobs[i][:count]))
+        for i, (index, count) in enumerate(zip(tops.index, tops.counts, strict=True))
+    }
