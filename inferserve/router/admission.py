@@ -100,7 +100,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Held:
-    """It waits, and all behind it: `reason` is paused, rows, prefill or kv."""
+    """It waits, and all behind it: `reason` is paused, rows, prefill, ratio or kv."""
 
     reason: str
 
@@ -147,75 +147,73 @@ class AdmissionPolicy:
 
 
 class AdmissionRound:
-    """Decisions that build on each other: what is admitted counts for the next candidate."""
+    """Decisions that build on each other: what is admitted counts for the next candidate.
+
+    A round is all in expected or all in full lengths; the one in which use rises above the ratio ends there.
+    """
 
     def __init__(self, limits: Limits, snapshot: Snapshot) -> None:
         self._limits = limits
-        self._lengths = snapshot.lengths
-        self._paused = snapshot.paused
+        self._snapshot = snapshot
         self._rows = len(snapshot.own)
         starting = snapshot.generated == 0
-        self._first_tokens = int(np.where(starting, snapshot.first_tokens, 1).sum())
         self._starting = bool(starting.any())
-        held = snapshot.own + snapshot.generated
-        self._used = int(held.sum()) + snapshot.shared
-
-        def estimate(total: Longs) -> PeakEstimate:
-            left = total - snapshot.generated + np.where(starting, 0, END_LAG)
-            return PeakEstimate(held, left, starting, snapshot.shared)
-
-        self._full = estimate(snapshot.limit)
-        self._likely: PeakEstimate | None = None
-        if not self._busy():
-            expected = snapshot.lengths.expected(snapshot.generated, snapshot.limit)
-            self._likely = estimate(np.where(snapshot.always_full, snapshot.limit, expected))
+        self._first_tokens = int(np.where(starting, snapshot.first_tokens, 1).sum())
+        self._used = int(snapshot.own.sum() + snapshot.generated.sum()) + snapshot.shared
+        self._in_full = self._above_ratio()
+        self._estimate: PeakEstimate | None = None
 
     def peak(self) -> int:
         """Estimated future peak, KV tokens, of all that runs now."""
-        return self._estimate().peak()
+        return self._future().peak()
 
     def consider(self, candidate: Candidate) -> Decision:
         """Admit the candidate or hold it; assumes that `refusal` and `together` had nothing against it."""
         if self._rows:
-            if self._paused:
+            if self._snapshot.paused:
                 return Held("paused")
             if self._rows + candidate.rows > self._limits.max_rows:
                 return Held("rows")
             if not self._starts_soon(candidate):
                 return Held("prefill")
-            if not self._fits(candidate):
+        future = self._future().keeping(candidate.sole)
+        left = self._length(candidate)
+        if self._rows:
+            if self._above_ratio() and not self._in_full:
+                return Held("ratio")
+            if future.peak_with(candidate.prompt_tokens, left, candidate.rows) > self._limits.kv_tokens:
                 return Held("kv")
-        self._admit(candidate)
+        self._estimate = future
+        future.add(candidate.prompt_tokens, left, candidate.rows)
+        self._rows += candidate.rows
+        self._used += candidate.prompt_tokens
+        self._first_tokens += candidate.first_tokens
+        self._starting = True
         return Admitted()
 
-    def _busy(self) -> bool:
+    def _above_ratio(self) -> bool:
         return self._used >= self._limits.token_ratio * self._limits.kv_tokens
-
-    def _estimate(self) -> PeakEstimate:
-        return self._full if self._likely is None or self._busy() else self._likely
 
     def _starts_soon(self, candidate: Candidate) -> bool:
         """Whether its first chunk comes up within PREFILL_STEPS; if nothing else is starting, it does."""
         tokens = self._first_tokens + candidate.first_tokens
         return not self._starting or tokens <= PREFILL_STEPS * self._limits.batch_max_tokens
 
-    def _fits(self, candidate: Candidate) -> bool:
-        estimate = self._estimate()
-        left = candidate.max_tokens if estimate is self._full else self._expected(candidate)
-        with_holders = estimate.keeping(candidate.sole)
-        return with_holders.peak_with(candidate.prompt_tokens, left, candidate.rows) <= self._limits.kv_tokens
-
-    def _expected(self, candidate: Candidate) -> int:
+    def _length(self, candidate: Candidate) -> int:
+        """Output tokens to reserve for each of its rows."""
+        if self._in_full or candidate.ignore_eos:
+            return candidate.max_tokens
         limit = np.array([candidate.max_tokens])
-        return candidate.max_tokens if candidate.ignore_eos else int(self._lengths.expected(limit * 0, limit)[0])
+        return int(self._snapshot.lengths.expected(limit * 0, limit)[0])
 
-    def _admit(self, candidate: Candidate) -> None:
-        self._full = self._full.keeping(candidate.sole)
-        self._full.add(candidate.prompt_tokens, candidate.max_tokens, candidate.rows)
-        if self._likely is not None:
-            self._likely = self._likely.keeping(candidate.sole)
-            self._likely.add(candidate.prompt_tokens, self._expected(candidate), candidate.rows)
-        self._rows += candidate.rows
-        self._used += candidate.prompt_tokens
-        self._first_tokens += candidate.first_tokens
-        self._starting = True
+    def _future(self) -> PeakEstimate:
+        """The rows of the snapshot and those admitted since; made when first asked for."""
+        if self._estimate is None:
+            rows = self._snapshot
+            starting = rows.generated == 0
+            total = rows.limit
+            if not self._in_full:
+                total = np.where(rows.always_full, rows.limit, rows.lengths.expected(rows.generated, rows.limit))
+            left = total - rows.generated + np.where(starting, 0, END_LAG)
+            self._estimate = PeakEstimate(rows.own + rows.generated, left, starting, rows.shared)
+        return self._estimate

@@ -132,8 +132,9 @@ class Router:
             max_tokens=int(self._slots.max_tokens[first]),
             ignore_eos=bool(self._slots.ignore_eos[first]),
         )
+        # Behind others there is nothing new to decide: nobody overtakes.
+        self._engine.look |= not len(self._queue)
         self._queue.put(group)
-        self._engine.look = True
         self._refuse_misfits([group])
 
     def _is_news(self, ref: SlotRef) -> bool:
