@@ -124,6 +124,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         self._parts.dispatcher.attach(loop)
         loop.add_reader(self._child.control.fileno(), self._on_control)
+        self._parts.metrics.on_change(self._plan_flush)
         self._flush_metrics()
         server = asyncio.create_task(
             serve(app, hypercorn_config(self._child.boot.listen_fd), shutdown_trigger=self._stop.wait)
@@ -157,13 +158,19 @@ class Worker:
                 pass
 
     def _flush_metrics(self) -> None:
-        """Push totals when they are due, and come back when the next ones are."""
-        now, loop = time.monotonic(), asyncio.get_running_loop()
-        metrics = self._parts.metrics
-        metrics.flush(now)
-        self._flush_timer = loop.call_later(max(0.25, metrics.due_in(now)), self._flush_metrics)
+        """Push totals when they are due."""
+        self._parts.metrics.flush(time.monotonic())
+        self._plan_flush()
+
+    def _plan_flush(self) -> None:
+        """Come back when totals are due; again whenever a change makes that earlier."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        due = self._parts.metrics.due_in(time.monotonic())
+        self._flush_timer = asyncio.get_running_loop().call_later(due, self._flush_metrics)
 
     def _end(self) -> None:
+        self._parts.metrics.on_change(lambda: None)
         if self._flush_timer is not None:
             self._flush_timer.cancel()
         self._parts.dispatcher.detach()

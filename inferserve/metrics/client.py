@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from inferserve.errors import PeerGone
@@ -67,8 +67,8 @@ class MetricsClient:
         # name → labels → (bounds, [sum, count of each bucket …, count beyond the last bound])
         self._histograms: dict[str, dict[tuple[str, ...], tuple[tuple[float, ...], list[float]]]] = {}
         self._changed = True
-        self._seq = 0
-        self._times = _PushTimes()
+        self._wake: Callable[[], None] = _nothing
+        self._pushes = _Pushes()
         for metric in self._metrics.values():
             for labels in metric.known:
                 self._open(metric.kind, metric.name, labels)
@@ -91,7 +91,8 @@ class MetricsClient:
         if not 0 <= value < math.inf:
             raise ValueError(f"counter {name} cannot grow by {value}")
         cell[0] += value
-        self._changed = True
+        if not self._changed:
+            self._note_change()
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set gauge `name`. ValueError: unknown here or no gauge."""
@@ -102,7 +103,8 @@ class MetricsClient:
             cell = self._gauges[name][labels]
         if cell[0] != value:
             cell[0] = value
-            self._changed = True
+            if not self._changed:
+                self._note_change()
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Put `value` into histogram `name`. ValueError: unknown here, no histogram, or not finite."""
@@ -115,11 +117,16 @@ class MetricsClient:
             raise ValueError(f"histogram {name} cannot take {value}")
         values[0] += value
         values[bisect_left(bounds, value) + 1] += 1
-        self._changed = True
+        if not self._changed:
+            self._note_change()
+
+    def on_change(self, wake: Callable[[], None]) -> None:
+        """Call `wake` at the first change after a push, when `due_in` gets shorter: for owners that sleep till then."""
+        self._wake = wake
 
     def due_in(self, now: float) -> float:
-        """Seconds from `now` (time.monotonic()) until `flush` has something to send."""
-        return max(0.0, self._times.due(self._changed) - now)
+        """Seconds from `now` (time.monotonic()) until `flush` has something to send, if nothing changes before."""
+        return max(0.0, self._pushes.due(self._changed) - now)
 
     def flush(self, now: float, force: bool = False) -> None:
         """Push all totals if they changed and the last push is 0.25 s old, or if it is 5 s old.
@@ -128,7 +135,7 @@ class MetricsClient:
             now: time.monotonic().
             force: push whatever changed when.
         """
-        if force or now >= self._times.due(self._changed):
+        if force or now >= self._pushes.due(self._changed):
             self._push(now, last=False)
 
     def close(self, now: float) -> None:
@@ -150,15 +157,19 @@ class MetricsClient:
         ]
         return (*scalars, *histograms)
 
+    def _note_change(self) -> None:
+        self._changed = True
+        self._wake()
+
     def _push(self, now: float, last: bool) -> None:
-        self._times.last_push = now
+        self._pushes.last_push = now
         if self._outbox is None:
             return
-        self._seq += 1
+        self._pushes.seq += 1
         try:
-            self._outbox.send(MetricsPush(*self._who, self._seq, self.samples(), last))
+            self._outbox.send(MetricsPush(*self._who, self._pushes.seq, self.samples(), last))
         except PeerGone as gone:
-            if self._times.may_complain(now):
+            if self._pushes.may_complain(now):
                 event(log, "metrics not pushed", logging.WARNING, reason=str(gone))
         else:
             self._changed = False
@@ -178,10 +189,15 @@ class MetricsClient:
             self._scalars[kind].setdefault(name, {})[labels] = [0.0]
 
 
-class _PushTimes:
-    """When the client pushed and complained last."""
+def _nothing() -> None:
+    """Nobody waits for changes."""
+
+
+class _Pushes:
+    """How many there were, when the client pushed last and when it complained last."""
 
     def __init__(self) -> None:
+        self.seq = 0
         self.last_push = -math.inf
         self._last_complaint = -math.inf
 
