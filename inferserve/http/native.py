@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from pydantic import Field, PlainValidator, ValidationError
 from starlette.responses import JSONResponse, Response
@@ -23,11 +22,10 @@ from inferserve.http.openai.sampling import default_top_k, new_seed
 from inferserve.http.openai.schema import Body
 from inferserve.http.prompts import TextTokenizer
 from inferserve.http.service import GenerationService, Limits
-from inferserve.http.streams import Choice, StreamedResponse, WholeResponse
+from inferserve.http.streams import Choice, StreamedResponse, WholeResponse, error_event, json_line
 from inferserve.protocol.sampling import MAX_N, MAX_STOP_STRINGS, SamplingParams
 
 _INT32 = 2**31 - 1
-_encode = msgspec.json.Encoder().encode
 
 Stops = str | list[str | list[int]] | None
 # What they say if they ask for nothing; anything else changes the answer and is refused.
@@ -148,7 +146,7 @@ def params_of(body: NativeBody, limits: Limits, tokenizer: TextTokenizer, *, log
         repetition_penalty=choose(given.repetition_penalty, "repetition_penalty", 1.0),
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
-        seed=new_seed(given.seed),
+        seed=new_seed(given.seed, greedy=not sample),
         max_tokens=given.max_new_tokens,
         min_tokens=given.min_new_tokens,
         stop=tuple(texts),
@@ -202,7 +200,7 @@ class NativeEvents:
 
     def error(self, error: RequestError) -> bytes:
         """An error frame."""
-        return b"data:" + _encode(problems.error_object(error)) + b"\n\n"
+        return error_event(error, b"data:")
 
     def _bare_token(self, piece: Piece) -> dict[str, Any]:
         counts = {"count_output_tokens": piece.tokens, "prompt_tokens": self._prompt_tokens}
@@ -217,7 +215,7 @@ class NativeEvents:
             "details": None,
             "input_usage": self._input_usage,
         }
-        return b"data:" + _encode(frame) + b"\n\n"
+        return b"data:" + json_line(frame) + b"\n\n"
 
 
 class NativeAnswer:

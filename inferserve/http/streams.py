@@ -161,15 +161,15 @@ async def _watch(receive: Receive, generation: Generation) -> None:
     generation.disconnect()
 
 
-def error_event(error: RequestError) -> bytes:
-    """`data: {"error": …}` and a blank line."""
-    return b"data: " + _encode(problems.error_object(error)) + b"\n\n"
+def error_event(error: RequestError, prefix: bytes = b"data: ") -> bytes:
+    """`{"error": …}` as an event."""
+    return prefix + json_line(problems.error_object(error)) + b"\n\n"
 
 
-def json_text(text: str) -> bytes:
-    """`text` as a JSON string that no line splitter cuts: U+0085, U+2028 and U+2029 are escaped."""
-    raw = _encode(text)
-    if not text.isascii() and (b"\xe2\x80" in raw or b"\xc2\x85" in raw):
+def json_line(value: Any) -> bytes:
+    """`value` as JSON that no line splitter cuts: U+0085, U+2028 and U+2029 are escaped too."""
+    raw = _encode(value)
+    if not raw.isascii() and (b"\xe2\x80" in raw or b"\xc2\x85" in raw):
         raw = raw.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
         raw = raw.replace(b"\xc2\x85", b"\\u0085")
     return raw

@@ -37,7 +37,12 @@ def decode(body: bytes) -> Any:
         raise _refuse(f"{error.msg} at character {error.pos}") from error
     except ValueError as error:  # int() refuses thousands of digits
         raise _refuse("a number is out of range") from error
-    _check(value)
+    if isinstance(value, dict):
+        for key, member in value.items():
+            _check_text(key, None)
+            _check(member, key)
+    else:
+        _check(value, None)
     return value
 
 
@@ -49,8 +54,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _refuse(what: str) -> InvalidRequest:
-    return InvalidRequest(f"The request body is not acceptable JSON: {what}.", code="invalid_json")
+def _refuse(what: str, param: str | None = None) -> InvalidRequest:
+    where = f" in {param[:100]!a}" if param is not None else ""
+    return InvalidRequest(f"The request body is not acceptable JSON: {what}{where}.", param=param, code="invalid_json")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,37 +79,39 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _check(root: Any) -> None:
-    """Depth, surrogates and integer size; iterative, and in C for long lists of plain integers (token ids)."""
-    level: list[Any] = [root]
-    for _ in range(MAX_DEPTH + 1):
+def _check(root: Any, param: str | None) -> None:
+    """Depth, surrogates and integer size of a member of the body; in C for long lists of plain integers (token ids)."""
+    level: list[Any] = [[root]]
+    for _ in range(MAX_DEPTH):
         below: list[Any] = []
-        for value in level:
-            kind = type(value)
-            if kind is str:
-                _check_text(value)
-            elif kind is int:
-                _check_int(value, value)
-            elif kind is dict:
-                for key in value:
-                    _check_text(key)
-                below.extend(value.values())
-            elif kind is list:
-                if value and set(map(type, value)) == {int}:
-                    _check_int(min(value), max(value))
-                else:
-                    below.extend(value)
+        for container in level:
+            values = container
+            if type(container) is dict:
+                values = container.values()
+                for key in container:
+                    _check_text(key, param)
+            elif container and set(map(type, container)) == {int}:
+                _check_int(min(container), max(container), param)
+                continue
+            for value in values:
+                kind = type(value)
+                if kind is str:
+                    _check_text(value, param)
+                elif kind is int:
+                    _check_int(value, value, param)
+                elif kind is dict or kind is list:
+                    below.append(value)
         if not below:
             return
         level = below
-    raise _refuse(f"nested deeper than {MAX_DEPTH}")
+    raise _refuse(f"nested deeper than {MAX_DEPTH}", param)
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: str, param: str | None) -> None:
     if not text.isascii() and _SURROGATE.search(text):
-        raise _refuse("a string holds a lone surrogate")
+        raise _refuse("a string holds a lone surrogate", param)
 
 
-def _check_int(low: int, high: int) -> None:
+def _check_int(low: int, high: int, param: str | None) -> None:
     if low < MIN_INT or high > MAX_INT:
-        raise _refuse("an integer has more than 64 bits")
+        raise _refuse("an integer has more than 64 bits", param)

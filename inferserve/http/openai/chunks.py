@@ -9,15 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from inferserve.errors import RequestError
 from inferserve.http.generation import Piece, TokenDetails, Usage, finish_name
 from inferserve.http.openai.identity import Identity
 from inferserve.http.openai.schema import StreamOptions
-from inferserve.http.streams import DONE, error_event, json_text
-
-_encode = msgspec.json.Encoder().encode
+from inferserve.http.streams import DONE, error_event, json_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ class Chunks:
         logprobs: Callable[[int, TokenDetails], Any] | None,
     ) -> None:
         head = {"id": identity["id"], "object": shape.object, **identity}
-        self._head = b"data: " + _encode(head)[:-1]
+        self._head = b"data: " + json_line(head)[:-1]
         starts = [self._head + b',"choices":[{"index":%d,' % i for i in range(choices)]
         # The opening of each choice's next event; the first one has the role.
         self._next = [start + shape.first for start in starts]
@@ -76,13 +72,13 @@ class Chunks:
             return b""
         opening = self._next[choice]
         self._next[choice] = self._opening[choice]
-        return opening + json_text(text) + self._plain
+        return opening + json_line(text) + self._plain
 
     def end(self, usage: Usage) -> bytes:
         """The usage chunk if it was asked for, and `[DONE]`."""
         if not self._usage:
             return DONE
-        return self._head + b',"choices":[],"usage":' + _encode(usage_object(usage)) + b"}\n\n" + DONE
+        return self._head + b',"choices":[],"usage":' + json_line(usage_object(usage)) + b"}\n\n" + DONE
 
     def error(self, error: RequestError) -> bytes:
         """The error event and `[DONE]`."""
@@ -99,14 +95,14 @@ class Chunks:
         self._next[choice] = self._opening[choice]
         logprobs = b"null"
         if self._logprobs is not None and piece.details is not None:
-            logprobs = _encode(self._logprobs(choice, piece.details))
-        finish = b',"finish_reason":' + _encode(finish_name(piece.finish))
+            logprobs = json_line(self._logprobs(choice, piece.details))
+        finish = b',"finish_reason":' + json_line(finish_name(piece.finish))
         if piece.finish:
-            finish += b',"stop_reason":' + _encode(piece.stop_reason)
+            finish += b',"stop_reason":' + json_line(piece.stop_reason)
         end = self._end
         if self._running_usage:
-            end = b'}],"usage":' + _encode(usage_object(self._counts.usage())) + b"}\n\n"
-        return opening + json_text(piece.text) + self._after + logprobs + finish + end
+            end = b'}],"usage":' + json_line(usage_object(self._counts.usage())) + b"}\n\n"
+        return opening + json_line(piece.text) + self._after + logprobs + finish + end
 
 
 @dataclass(slots=True)

@@ -29,9 +29,9 @@ def sampling_params(
     defaults = limits.defaults
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens must not exceed {max_name} ({max_tokens})", param="min_tokens")
-    greedy = body.do_sample is False
+    temperature = _or(body.temperature, defaults.get("temperature", 1.0)) if body.do_sample is not False else 0.0
     return SamplingParams(
-        temperature=0.0 if greedy else _or(body.temperature, defaults.get("temperature", 1.0)),
+        temperature=temperature,
         top_p=_or(body.top_p, defaults.get("top_p", 1.0)),
         top_k=_or(body.top_k, default_top_k(defaults)),
         min_p=_or(body.min_p, defaults.get("min_p", 0.0)),
@@ -39,7 +39,7 @@ def sampling_params(
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=_logit_bias(body.logit_bias),
-        seed=new_seed(body.seed),
+        seed=new_seed(body.seed, greedy=temperature == 0),
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         stop=_stop(body),
@@ -71,9 +71,11 @@ def check_stream_options(body: SamplingFields) -> None:
         raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
 
 
-def new_seed(seed: int | None) -> int:
-    """The client's seed, or a random one in 0..2^63-1 when it gave none (or -1)."""
-    return secrets.randbits(63) if seed is None or seed == -1 else seed
+def new_seed(seed: int | None, *, greedy: bool) -> int:
+    """The client's seed; else a random one in 0..2^63-1, and 0 where nothing is drawn, so that equal requests are equal."""
+    if seed is not None and seed != -1:
+        return seed
+    return 0 if greedy else secrets.randbits(63)
 
 
 def default_top_k(defaults: Mapping[str, float]) -> int:
