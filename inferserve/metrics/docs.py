@@ -28,7 +28,7 @@ gateways made for either work after changing the prefix. Where both use a name (
   it ran is in `request_failure{reason="error"}` and in `request_success{finished_reason="error"}`. So `request_count` =
   all of `request_success` + `request_failure` without `error` + requests in flight.
 - Sums are exact over restarts of every process but the metrics process, after whose restart they continue from what
-  the living processes counted. The page can be 0.25 s old.
+  the living processes counted. The page can be 0.25 s old, and a process killed by SIGKILL takes as much with it.
 
 Prometheus needs no more than
 
