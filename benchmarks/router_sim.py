@@ -1,11 +1,9 @@
-"""The real router over a simulated engine with the real KV ledger: how full the pool gets, and what that costs in pauses.
+"""The real router over the real engine core, without a model: how full the KV pool gets, and what that costs in pauses.
 
     python -m benchmarks.router_sim [--requests 2000] [--out benchmarks/results/router_sim.json]
 
 Time is counted in engine steps. A synthetic trace (chat-like prompts with shared system prompts, outputs far shorter
 than `max_tokens`) arrives faster than it can be served; each setting of `--router-token-ratio` replays the same trace.
-The simulated engine gives every started row a token in each step, fills the rest of the step with prefill chunks, frees
-a row one step after its end (it computes one step ahead) and pauses the youngest rows when the pool is short.
 """
 
 from __future__ import annotations
@@ -22,8 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from inferserve.config.schema import EnginePart, ModelPart, SchedulePart, ServerConfig
-from inferserve.kv.ledger import KvLedger
+from inferserve.config.schema import EnginePart, ModelFacts, ModelPart, SchedulePart, ServerConfig
+from inferserve.engine.step import BackendFacts, StepBatch, StepResult
+from inferserve.engine.worker import Worker
 from inferserve.metrics.client import MetricsClient
 from inferserve.metrics.names import declare
 from inferserve.protocol.boot import ROLE_ROUTER
@@ -32,18 +31,19 @@ from inferserve.protocol.messages import (
     Commands,
     Dropped,
     EngineReady,
-    Finish,
-    FinishedRow,
     SlotRef,
     StepReport,
     Submit,
 )
+from inferserve.protocol.sampling import SamplingParams
 from inferserve.router.loop import Router
 from inferserve.router.observe import Observer
 from inferserve.shm.layout import Writer
-from inferserve.shm.slots import SlotTable, SlotView
+from inferserve.shm.slots import SlotTable, encode_params
 
 Ints = NDArray[np.int32]
+
+EOS = 0
 
 
 @dataclass(frozen=True)
@@ -58,166 +58,41 @@ class Request:
     abort_at: int = -1
 
 
-@dataclass
-class SimulatedRow:
-    """A sequence in the simulated engine. `computed` counts tokens of prompt + output in KV."""
+@dataclass(frozen=True)
+class Computed:
+    """A pretended step that is over at once."""
 
-    ref: SlotRef
-    tokens: Ints
-    prompt_len: int
-    length: int
-    leader: int
-    limit: int
-    row: int = -1
-    generated: int = 0
-    computed: int = 0
-    end: Finish = Finish.NONE
+    outcome: StepResult
 
-    @property
-    def prefilling(self) -> bool:
-        """It has tokens to compute before it can produce the next one."""
-        return self.computed < self.prompt_len + max(0, self.generated - 1)
+    def result(self) -> StepResult:
+        """What it sampled."""
+        return self.outcome
 
 
-class SimulatedEngine:
-    """Continuous batching over a real `KvLedger`, without a model. `true_length` says where each slot's text ends."""
+class ScriptedBackend:
+    """No model: a row samples EOS when its text is as long as its seed says."""
 
-    def __init__(self, config: ServerConfig, kv_tokens: int, slots: SlotView, true_length: dict[int, int]) -> None:
-        schedule = config.schedule
-        self._schedule = schedule
-        self._slots = slots
-        self._true_length = true_length
-        cache = not config.engine.disable_dynamic_prompt_cache
-        self.ledger = KvLedger(kv_tokens, schedule.running_max_req_size, slots.prompt_ids.shape[1] + 2, cache)
-        self._free = list(range(schedule.running_max_req_size))
-        self._rows: dict[int, SimulatedRow] = {}
-        self._waiting: deque[SimulatedRow] = deque()
-        self._steps = 0
-        self._preempted = 0
-        self._last_seq = 0
+    def __init__(self, kv_tokens: int, max_rows: int) -> None:
+        self._kv_tokens = kv_tokens
+        self._length = np.zeros(max_rows, np.int64)
 
-    def command(self, commands: Commands) -> None:
-        """Take one message of the router."""
-        assert commands.seq == self._last_seq + 1
-        self._last_seq = commands.seq
-        for admit in commands.admit:
-            assert admit.index not in self._rows
-            ref = SlotRef(admit.index, admit.generation)
-            prompt = self._slots.prompt(admit.index)
-            limit = int(self._slots.max_tokens[admit.index])
-            output = np.arange(limit, dtype=np.int32) + 1_000_000 * (admit.index + 1)
-            length = min(limit, self._true_length[admit.index])
-            tokens = np.concatenate([prompt, output])
-            self._slots.cached_tokens[admit.index] = 0
-            self._rows[admit.index] = row = SimulatedRow(ref, tokens, len(prompt), length, admit.leader, limit)
-            self._waiting.append(row)
-        for ref in (*commands.abort, *commands.stop):
-            if ref.index in self._rows and self._rows[ref.index].ref == ref:
-                self._rows[ref.index].end = Finish.ABORT
+    def start(self) -> BackendFacts:
+        """The pool that was asked for."""
+        return BackendFacts(self._kv_tokens, {})
 
-    def step(self) -> StepReport:
-        """Run one step and report it."""
-        self._steps += 1
-        finished = self._close_ended()
-        decoding = [r for r in self._rows.values() if r.row >= 0 and not r.prefilling and r.generated]
-        decoding = self._pause_until_it_fits(decoding)
-        chunks = self._chunks(self._schedule.batch_max_tokens - len(decoding))
-        work = [(r, 1) for r in decoding] + chunks
-        if work:
-            rows = np.array([r.row for r, _ in work], np.int32)
-            self.ledger.extend(rows, np.array([c for _, c in work], np.int32))
-        produced = []
-        for row, count in work:
-            row.computed += count
-            if not row.prefilling:
-                if row.generated == 0:
-                    self.ledger.publish(row.row, row.tokens[: row.prompt_len])
-                row.generated += 1
-                produced.append(row)
-                if row.generated >= row.length:
-                    row.end = Finish.LENGTH if row.length == row.limit else Finish.STOP
-        return self._report(produced, finished, sum(c for _, c in chunks), len(decoding))
+    def open_row(self, row: int, params: SamplingParams, prompt: Ints, output: Ints) -> None:  # noqa: ARG002
+        """Remember where the row's text ends."""
+        self._length[row] = params.seed
 
-    def _close_ended(self) -> list[FinishedRow]:
-        finished = []
-        for row in [r for r in self._rows.values() if r.end]:
-            if row.row >= 0:
-                self._close(row)
-            else:
-                self._waiting.remove(row)
-            del self._rows[row.ref.index]
-            finished.append(FinishedRow(row.ref.index, row.ref.generation, row.end))
-        return finished
+    def close_row(self, row: int) -> None:
+        """Nothing is kept."""
 
-    def _close(self, row: SimulatedRow) -> None:
-        self.ledger.close(row.row, row.tokens[: int(self.ledger.length[row.row])])
-        self._free.append(row.row)
-        row.row = -1
-
-    def _pause_until_it_fits(self, decoding: list[SimulatedRow]) -> list[SimulatedRow]:
-        while decoding and self.ledger.available < len(decoding):
-            victim = decoding.pop()
-            self._close(victim)
-            self._waiting.appendleft(victim)
-            self._preempted += 1
-        return decoding
-
-    def _chunks(self, budget: int) -> list[tuple[SimulatedRow, int]]:
-        """Prefill work: rows that are in it, then waiting ones in order while pool and budget last."""
-        chunks = []
-        room = self.ledger.available - sum(1 for r in self._rows.values() if r.row >= 0 and not r.prefilling)
-        rows = [r for r in self._rows.values() if r.row >= 0 and r.prefilling]
-        for row in rows:
-            count = min(self._schedule.chunked_prefill_size, budget, room, _goal(row) - row.computed)
-            if count > 0:
-                chunks.append((row, count))
-                budget, room = budget - count, room - count
-        while self._waiting and budget > 0 and not self._leader_prefills(self._waiting[0]):
-            row = self._waiting[0]
-            if _goal(row) + 1 > room and len(self._rows) > len(self._waiting):
-                break
-            self._waiting.popleft()
-            row.row = self._free.pop()
-            row.computed = self.ledger.open(row.row, row.tokens[: _goal(row)])
-            if not row.generated:
-                self._slots.cached_tokens[row.ref.index] = row.computed
-            count = min(self._schedule.chunked_prefill_size, budget, _goal(row) - row.computed)
-            room = self.ledger.available - sum(1 for r in self._rows.values() if r.row >= 0 and not r.prefilling)
-            room -= sum(c for _, c in chunks)
-            if count <= 0 or count > room:
-                break
-            chunks.append((row, count))
-            budget, room = budget - count, room - count
-        return chunks
-
-    def _leader_prefills(self, row: SimulatedRow) -> bool:
-        leader = self._rows.get(row.leader)
-        return leader is not None and leader.generated == 0
-
-    def _report(
-        self, produced: list[SimulatedRow], finished: list[FinishedRow], prefill: int, decode: int
-    ) -> StepReport:
-        paused = sum(1 for r in self._waiting if r.generated)
-        cached, evicted = self.ledger.take_digests()
-        self.ledger.take_new_prefixes()
-        preempted, self._preempted = self._preempted, 0
-        return StepReport(
-            step=self._steps,
-            slots=np.array([r.ref.index for r in produced], "<i4").tobytes(),
-            generations=np.array([r.ref.generation for r in produced], "<u4").tobytes(),
-            visible=np.array([r.generated for r in produced], "<i4").tobytes(),
-            kv=self.ledger.counters(len(self._rows), paused),
-            finished=tuple(finished),
-            cached_digests=cached,
-            evicted_digests=evicted,
-            preempted=preempted,
-            prefill_tokens=prefill,
-            decode_tokens=decode,
-        )
-
-
-def _goal(row: SimulatedRow) -> int:
-    return row.prompt_len + max(0, row.generated - 1)
+    def launch(self, batch: StepBatch) -> Computed:
+        """Sample."""
+        rows = batch.rows[batch.sample]
+        ends = batch.out_position + 1 >= self._length[rows]
+        tokens = np.where(ends, EOS, batch.out_position % 1000 + 1000 * (rows + 1)).astype(np.int32)
+        return Computed(StepResult(tokens, np.zeros(len(rows), np.float32), np.zeros(len(rows), np.bool_), {}))
 
 
 @dataclass
@@ -246,8 +121,8 @@ class Replay:
     def __init__(self, config: ServerConfig, kv_tokens: int, report_lag: int = 1) -> None:
         table, self.segment = SlotTable.create(config.slots, config.model.max_req_total_len)
         self.http = table.view(Writer.HTTP)
-        self.true_length: dict[int, int] = {}
-        self.engine = SimulatedEngine(config, kv_tokens, table.view(Writer.ENGINE), self.true_length)
+        backend = ScriptedBackend(kv_tokens, config.schedule.running_max_req_size)
+        self.engine = Worker(config, table.view(Writer.ENGINE), backend, kv_tokens)
         metrics = MetricsClient(
             declare(config.model.max_req_total_len, config.schedule.batch_max_tokens), ROLE_ROUTER, 0, 0, None
         )
@@ -258,11 +133,11 @@ class Replay:
         self.free = deque(range(config.slots))
         self.active: dict[int, SlotRef] = {}
         self.outcome = Outcome()
-        self._reports: deque[StepReport] = deque([_NO_REPORT] * report_lag)
+        self._reports: deque[StepReport | None] = deque([None] * report_lag)
 
     def command(self, commands: Commands) -> None:
         """Links: to the engine at once."""
-        self.engine.command(commands)
+        self.engine.apply(commands)
 
     def drop(self, dropped: Dropped) -> None:
         """Links: to http."""
@@ -286,7 +161,7 @@ class Replay:
                 self._abort(refs)
             self._hear(self._reports.popleft(), step)
             spent += time.perf_counter() - begin
-            self._reports.append(self.engine.step())
+            self._reports.append(self.engine.step() if self.engine.busy else None)
             step += 1
             assert step < max_steps, "the simulation does not end"
         self._summarise(step, spent)
@@ -302,7 +177,11 @@ class Replay:
             self.http.prompt_ids[index, : len(request.prompt)] = request.prompt
             self.http.max_tokens[index] = request.max_tokens
             self.http.ignore_eos[index] = request.ignore_eos
-            self.true_length[index] = length
+            params = encode_params(
+                SamplingParams(seed=length, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
+            )
+            self.http.params_len[index] = len(params)
+            self.http.params[index, : len(params)] = np.frombuffer(params, np.uint8)
             refs.append(SlotRef(index, int(self.http.generation[index])))
             self.active[index] = refs[-1]
         self.router.handle(Submit(tuple(refs)), 0.0)
@@ -314,19 +193,24 @@ class Replay:
             self.http.cancelled[ref.index] = 1
         self.router.handle(Abort(alive), 0.0)
 
-    def _hear(self, report: StepReport, step: int) -> None:
-        self.router.handle(report, float(step))
-        for row in report.finished:
-            self.outcome.finished += 1
-            self._forget(row.index)
+    def _hear(self, report: StepReport | None, step: int) -> None:
+        if report:
+            self.router.handle(report, float(step))
+            for row in report.finished:
+                self.outcome.finished += 1
+                self._forget(row.index)
         self.router.conclude(float(step), step)
+        if report:
+            self._count(report)
+
+    def _count(self, report: StepReport) -> None:
         outcome = self.outcome
         outcome.pauses += report.preempted
         outcome.tokens += len(report.slots) // 4
-        share = report.kv.used / report.kv.total if report.kv.total else 0.0
+        share = report.kv.used / report.kv.total
         outcome.used_peak = max(outcome.used_peak, share)
         if len(self.active) > report.kv.running + 8:
-            outcome._samples.append((share, report.kv.running - report.kv.paused))
+            outcome._samples.append((share, report.kv.running))
 
     def _forget(self, index: int) -> None:
         del self.active[index]
@@ -341,14 +225,12 @@ class Replay:
         self.outcome.used_peak = round(self.outcome.used_peak, 3)
 
 
-_NO_REPORT = StepReport(0, b"", b"", b"", KvLedger(1, 1, 1).counters(0, 0))
-
-
 def settings(ratio: float, rows: int = 256, cache: bool = True) -> ServerConfig:
     """A server of 256 rows with chunks of 512 tokens."""
     return ServerConfig(
-        model=ModelPart(max_req_total_len=8192),
-        engine=EnginePart(disable_dynamic_prompt_cache=not cache),
+        model=ModelPart(max_req_total_len=8192, eos_id=(EOS,)),
+        facts=ModelFacts(vocab_size=1_000_000),
+        engine=EnginePart(disable_dynamic_prompt_cache=not cache, pipeline_depth=1),
         schedule=SchedulePart(
             running_max_req_size=rows,
             max_queued_requests=1024,
@@ -362,10 +244,10 @@ def settings(ratio: float, rows: int = 256, cache: bool = True) -> ServerConfig:
 def chat_trace(requests: int, seed: int = 0) -> list[Request]:
     """Chat-like: 4 system prompts of 600 tokens, questions of 20 to 2000 tokens, answers of mean 250, limit 2048."""
     rng = np.random.default_rng(seed)
-    systems = [rng.integers(0, 100_000, 600).astype(np.int32) for _ in range(4)]
+    systems = [rng.integers(1, 100_000, 600).astype(np.int32) for _ in range(4)]
     trace = []
     for i in range(requests):
-        question = rng.integers(0, 100_000, int(np.clip(rng.lognormal(5.0, 1.0), 20, 2000))).astype(np.int32)
+        question = rng.integers(1, 100_000, int(np.clip(rng.lognormal(5.0, 1.0), 20, 2000))).astype(np.int32)
         length = int(np.clip(rng.lognormal(5.0, 1.0), 1, 2048))
         prompt = np.concatenate([systems[rng.integers(4)], question])
         trace.append(Request(i // 2, prompt, 2048, (length,)))
