@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferserve.errors import RequestError, RequestFailed
 from inferserve.http import problems
+from inferserve.http.generation import Disconnected
 from inferserve.http.problems import Refused
 from inferserve.http.service import GenerationService
 from inferserve.log import event
@@ -33,10 +34,6 @@ DISCARD_DEADLINE_S = 2.0
 
 _CLOSE = {"connection": "close"}
 _JSON_TYPES = ("", "application/json", "application/octet-stream")
-
-
-class _ClientGone(Exception):
-    """The client went away while its body was read."""
 
 
 class Edge:
@@ -77,7 +74,7 @@ class Edge:
                 entered = True
             body = await self._checked_body(scope, headers, receive)
             await self._app(scope, _Replay(body, receive), answer)
-        except _ClientGone:
+        except Disconnected:
             return
         except RequestError as error:
             await _discard(receive)
@@ -94,7 +91,7 @@ class Edge:
                 self._service.serving.leave()
 
     async def _checked_body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The whole body. Raises Refused, or _ClientGone."""
+        """The whole body. Raises Refused, or Disconnected."""
         if scope["http_version"] not in ("1.0", "1.1"):
             raise Refused(505, "Only HTTP/1.1 is served.")
         raw = scope["headers"]
@@ -123,7 +120,7 @@ class Edge:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _ClientGone
+                raise Disconnected
             part: bytes = message.get("body", b"")
             size += len(part)
             if size > self._max_body_bytes:
@@ -150,7 +147,10 @@ class _Answer:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
-        await self._send(message)
+        try:
+            await self._send(message)
+        except OSError as error:  # the kernel gave the connection up
+            raise Disconnected from error
 
 
 class _Replay:

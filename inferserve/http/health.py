@@ -13,14 +13,18 @@ def routes(serving: Serving) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["operations"])
 
-    @router.api_route("/liveness", methods=["GET", "POST"], operation_id="liveness")
+    @router.get("/liveness")
+    @router.post("/liveness", include_in_schema=False)
     async def liveness() -> Response:
         """200 while the process answers at all."""
         return JSONResponse({"status": "ok"})
 
-    @router.api_route("/readiness", methods=["GET", "POST"], operation_id="readiness")
-    @router.api_route("/health", methods=["GET", "HEAD"], operation_id="health")
-    @router.api_route("/healthz", methods=["GET", "HEAD"], operation_id="healthz")
+    @router.get("/readiness")
+    @router.get("/health")
+    @router.get("/healthz")
+    @router.post("/readiness", include_in_schema=False)
+    @router.head("/health", include_in_schema=False)
+    @router.head("/healthz", include_in_schema=False)
     async def readiness() -> Response:
         """200 while requests are taken, else 503 with Retry-After."""
         refusal = serving.refusal()

@@ -295,7 +295,8 @@ def routes(service: GenerationService) -> APIRouter:
             raise InvalidRequest("generate_stream serves one sequence; n must be 1", param="n")
         return StreamedResponse(service, wanted, NativeEvents(len(wanted.prompts[0]), service.tokenizer.special_ids))
 
-    @router.api_route("/tokens", methods=["GET", "POST"], operation_id="tokens")
+    @router.post("/tokens")
+    @router.get("/tokens", include_in_schema=False)
     async def tokens(request: Request) -> Response:
         """How many tokens `text` has."""
         try:
