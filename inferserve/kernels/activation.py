@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,7 @@ from inferserve.kernels.launch_config import SILU_BLOCK
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up: Any, out: Any, stride: Any, n: Any, BLOCK: tl.constexpr) -> None:
+def _silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, stride: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = col < n

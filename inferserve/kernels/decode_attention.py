@@ -8,8 +8,6 @@ visible key, so a row's result does not depend on its neighbours.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,21 +20,21 @@ _LEAST_DOT_ROWS = 16
 
 @triton.jit
 def _decode_kernel(
-    q: Any,
-    k_pool: Any,
-    v_pool: Any,
-    table: Any,
-    rows: Any,
-    kv_len: Any,
-    out: Any,
-    part: Any,
-    part_lse: Any,
-    scale: Any,
-    softcap: Any,
-    window: Any,
-    q_stride_row: Any,
-    q_stride_head: Any,
-    table_stride: Any,
+    q: tl.tensor,
+    k_pool: tl.tensor,
+    v_pool: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    kv_len: tl.tensor,
+    out: tl.tensor,
+    part: tl.tensor,
+    part_lse: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    q_stride_row: tl.tensor,
+    q_stride_head: tl.tensor,
+    table_stride: tl.tensor,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     D: tl.constexpr,
@@ -96,11 +94,11 @@ def _decode_kernel(
 
 @triton.jit
 def _combine_kernel(
-    part: Any,
-    part_lse: Any,
-    kv_len: Any,
-    out: Any,
-    window: Any,
+    part: tl.tensor,
+    part_lse: tl.tensor,
+    kv_len: tl.tensor,
+    out: tl.tensor,
+    window: tl.tensor,
     DV: tl.constexpr,
     DV_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -156,7 +154,7 @@ def decode_attention(
         return
     kv_heads, value_dim = k_pool.shape[1], v_pool.shape[2]
     group = q_heads // kv_heads
-    config = decode_config(max(head_dim, value_dim))
+    config = decode_config(max(head_dim, value_dim), q.element_size())
     splits = triton.cdiv(min(max_kv_len, window) if window else max_kv_len, config.split)
     # Few distinct numbers of splits, since each is a compilation of its own.
     splits = next_power_of_2(splits)

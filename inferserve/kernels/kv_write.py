@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,15 +11,15 @@ from inferserve.kernels.launch_config import next_power_of_2
 
 @triton.jit
 def _kv_write_kernel(
-    k: Any,
-    v: Any,
-    pool_k: Any,
-    pool_v: Any,
-    index: Any,
-    k_stride: Any,
-    v_stride: Any,
-    k_width: Any,
-    v_width: Any,
+    k: tl.tensor,
+    v: tl.tensor,
+    pool_k: tl.tensor,
+    pool_v: tl.tensor,
+    index: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    k_width: tl.tensor,
+    v_width: tl.tensor,
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
 ) -> None:

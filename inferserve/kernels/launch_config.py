@@ -57,18 +57,22 @@ def row_config(width: int) -> RowConfig:
     return RowConfig(rows, 4 if block * rows <= 4096 else 8)
 
 
-def decode_config(head_dim: int) -> DecodeConfig:
-    """By head size: larger heads take smaller tiles, so that K and V stay in shared memory."""
+def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
+    """By head size and bytes per element: K and V tiles must fit in shared memory, float32 dots in registers."""
+    if itemsize > 2:
+        return DecodeConfig(block_n=16, split=256, warps=4, stages=2)
     if head_dim <= 128:
         return DecodeConfig(block_n=64, split=256, warps=4, stages=3)
     return DecodeConfig(block_n=32, split=256, warps=4, stages=2)
 
 
 def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
-    """By head size and bytes per element; float32 (tests) needs half the tile."""
-    if itemsize > 2 or head_dim > 128:
+    """By head size and bytes per element; float32 (tests, debugging) has no tensor cores and takes small tiles."""
+    if itemsize > 2:
+        return PrefillConfig(block_m=32, block_n=16, warps=8, stages=2)
+    if head_dim > 128:
         return PrefillConfig(block_m=64, block_n=32, warps=4, stages=2)
-    return PrefillConfig(block_m=128, block_n=64, warps=8 if head_dim > 64 else 4, stages=3)
+    return PrefillConfig(block_m=128, block_n=64, warps=8, stages=3)
 
 
 FILTER = FilterConfig(block=1024, warps=8)

@@ -5,8 +5,6 @@ Formula: y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, arXiv 1910.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,17 +14,17 @@ from inferserve.kernels.launch_config import next_power_of_2, row_config
 
 @triton.jit
 def _rms_norm_kernel(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    out: Any,
-    new_residual: Any,
-    rows: Any,
-    heads: Any,
-    stride_token: Any,
-    stride_head: Any,
-    n: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    new_residual: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    stride_token: tl.tensor,
+    stride_head: tl.tensor,
+    n: tl.tensor,
+    eps: tl.tensor,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,

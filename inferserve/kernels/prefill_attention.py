@@ -6,8 +6,6 @@ The online softmax is FlashAttention-2's (Dao, arXiv 2307.08691).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,20 +15,20 @@ from inferserve.kernels.launch_config import next_power_of_2, prefill_config
 
 @triton.jit
 def _prefill_kernel(
-    q: Any,
-    k_pool: Any,
-    v_pool: Any,
-    table: Any,
-    rows: Any,
-    query_start: Any,
-    kv_len: Any,
-    out: Any,
-    scale: Any,
-    softcap: Any,
-    window: Any,
-    q_stride_token: Any,
-    q_stride_head: Any,
-    table_stride: Any,
+    q: tl.tensor,
+    k_pool: tl.tensor,
+    v_pool: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    query_start: tl.tensor,
+    kv_len: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    q_stride_token: tl.tensor,
+    q_stride_head: tl.tensor,
+    table_stride: tl.tensor,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,

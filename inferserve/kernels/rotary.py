@@ -6,8 +6,6 @@ is the caller's matter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,17 +17,17 @@ _HEADS_PER_PROGRAM = 8
 
 @triton.jit
 def _rotate_heads(
-    x: Any,
-    out: Any,
-    cos: Any,
-    sin: Any,
-    token: Any,
-    head: Any,
-    heads: Any,
-    stride_token: Any,
-    stride_head: Any,
-    half: Any,
-    head_dim: Any,
+    x: tl.tensor,
+    out: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    heads: tl.tensor,
+    stride_token: tl.tensor,
+    stride_head: tl.tensor,
+    half: tl.tensor,
+    head_dim: tl.tensor,
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ) -> None:
@@ -49,21 +47,21 @@ def _rotate_heads(
 
 @triton.jit
 def _rotary_kernel(
-    q: Any,
-    k: Any,
-    q_out: Any,
-    k_out: Any,
-    cos: Any,
-    sin: Any,
-    q_heads: Any,
-    k_heads: Any,
-    q_stride_token: Any,
-    q_stride_head: Any,
-    k_stride_token: Any,
-    k_stride_head: Any,
-    half: Any,
-    head_dim: Any,
-    q_blocks: Any,
+    q: tl.tensor,
+    k: tl.tensor,
+    q_out: tl.tensor,
+    k_out: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    q_heads: tl.tensor,
+    k_heads: tl.tensor,
+    q_stride_token: tl.tensor,
+    q_stride_head: tl.tensor,
+    k_stride_token: tl.tensor,
+    k_stride_head: tl.tensor,
+    half: tl.tensor,
+    head_dim: tl.tensor,
+    q_blocks: tl.tensor,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,

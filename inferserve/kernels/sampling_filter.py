@@ -13,7 +13,6 @@ else: a row's token is a function of its own logits, parameters and uniform numb
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -22,6 +21,8 @@ import triton.language as tl
 from inferserve.kernels.launch_config import FILTER
 
 _FIRST_CANDIDATES = 256
+_LOWER_BITS = 15
+_BINS = 1 << (31 - _LOWER_BITS)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class FilterParams:
         top_p: float32 in (0, 1]; 1 = off.
         min_p: float32 in [0, 1]; 0 = off.
         top_k: int32 >= 1; vocabulary size or more = off.
-        filtered: host's knowledge that some row has top_k or top_p on (False lets the twin skip the search).
+        filtered: host's knowledge that some row has one of the three on; only the twin looks at it, and at
         max_top_k: host's largest active top_k, 0 if none.
     """
 
@@ -46,7 +47,9 @@ class FilterParams:
 
 
 @triton.jit
-def _distance(logits: Any, offset: Any, n: Any, temperature: Any, peak: Any, BLOCK: tl.constexpr) -> Any:
+def _distance(
+    logits: tl.tensor, offset: tl.tensor, n: tl.tensor, temperature: tl.tensor, peak: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
     """z of one tile; entries past the end are +inf."""
     col = offset + tl.arange(0, BLOCK)
     value = tl.load(logits + col, mask=col < n, other=float("-inf")).to(tl.float32)
@@ -55,8 +58,15 @@ def _distance(logits: Any, offset: Any, n: Any, temperature: Any, peak: Any, BLO
 
 @triton.jit
 def _threshold(
-    logits: Any, n: Any, temperature: Any, peak: Any, cap: Any, wanted: Any, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
-) -> Any:
+    logits: tl.tensor,
+    n: tl.tensor,
+    temperature: tl.tensor,
+    peak: tl.tensor,
+    cap: tl.tensor,
+    wanted: tl.tensor,
+    BY_MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
     """Bits of the smallest t with measure({z <= t, z <= cap}) >= wanted; the measure is a count or a mass."""
     digit = tl.arange(0, 16)
     prefix = 0
@@ -78,7 +88,9 @@ def _threshold(
 
 
 @triton.jit
-def _mass(logits: Any, n: Any, temperature: Any, peak: Any, limit: Any, BLOCK: tl.constexpr) -> Any:
+def _mass(
+    logits: tl.tensor, n: tl.tensor, temperature: tl.tensor, peak: tl.tensor, limit: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
     """Sum of exp(-z) over {z <= limit}, tiles added in order."""
     total = 0.0
     for offset in range(0, n, BLOCK):
@@ -88,7 +100,15 @@ def _mass(logits: Any, n: Any, temperature: Any, peak: Any, limit: Any, BLOCK: t
 
 
 @triton.jit
-def _draw(logits: Any, n: Any, temperature: Any, peak: Any, limit: Any, target: Any, BLOCK: tl.constexpr) -> Any:
+def _draw(
+    logits: tl.tensor,
+    n: tl.tensor,
+    temperature: tl.tensor,
+    peak: tl.tensor,
+    limit: tl.tensor,
+    target: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
     """First index whose running mass exceeds target; the last kept index if rounding leaves none."""
     before = 0.0
     chosen = -1
@@ -110,15 +130,15 @@ def _draw(logits: Any, n: Any, temperature: Any, peak: Any, limit: Any, target: 
 
 @triton.jit
 def _filter_sample_kernel(
-    logits: Any,
-    temperature: Any,
-    top_p: Any,
-    min_p: Any,
-    top_k: Any,
-    uniform: Any,
-    out: Any,
-    stride: Any,
-    n: Any,
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    top_k: tl.tensor,
+    uniform: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    n: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -175,28 +195,32 @@ def filter_sample(logits: torch.Tensor, params: FilterParams, uniform: torch.Ten
     return out
 
 
-def thresholds_ref(z: torch.Tensor, params: FilterParams) -> torch.Tensor:
-    """Largest z kept by top_k and top_p, float32 [S, 1]; z is float32 [S, V], zero at the likeliest token.
+def thresholds_ref(z: torch.Tensor, weight: torch.Tensor, params: FilterParams) -> torch.Tensor:
+    """Largest z kept by top_k and top_p, float32 [S, 1].
 
-    Partial selection first; only rows whose nucleus is wider than that are sorted whole. How wide it is never depends
+    Partial selection first; rows whose nucleus is wider than that take a histogram. How wide it is never depends
     on the neighbours of a row.
+
+    Args:
+        z: float32 [S, V], zero at the likeliest token. weight: exp(-z).
     """
     vocab = z.shape[1]
     limit = torch.full_like(z[:, :1], torch.inf)
-    width = min(vocab, max(params.max_top_k, _FIRST_CANDIDATES))
-    nearest = z.topk(width, dim=-1, largest=False, sorted=True).values
-    k = params.top_k.to(torch.int64)[:, None]
-    by_k = torch.where(k < vocab, nearest.gather(1, (k - 1).clamp_max(width - 1)), limit)
     nucleus = params.top_p < 1.0
+    if not params.max_top_k and not bool(nucleus.any()):
+        return limit
+    k = params.top_k.to(torch.int64)[:, None]
+    limited = bool((k < vocab).all())
+    width = min(vocab, params.max_top_k if limited else max(params.max_top_k, _FIRST_CANDIDATES))
+    nearest = z.topk(width, dim=-1, largest=False, sorted=True).values
+    by_k = torch.where(k < vocab, nearest.gather(1, (k - 1).clamp_max(width - 1)), limit)
     if not bool(nucleus.any()):
         return by_k
-    kept = torch.where(z <= by_k, torch.exp(-z), 0.0)
+    kept = torch.where(z <= by_k, weight, 0.0) if params.max_top_k else weight
     wanted = params.top_p[:, None] * kept.cumsum(-1)[:, -1:]
     limit, found = _nucleus_ref(nearest, by_k, wanted)
     for row in torch.nonzero(nucleus & ~found[:, 0]).flatten().tolist():
-        limit[row : row + 1], _ = _nucleus_ref(
-            z[row : row + 1].sort(-1).values, by_k[row : row + 1], wanted[row : row + 1]
-        )
+        limit[row] = _wide_nucleus_ref(z[row], kept[row], wanted[row])
     return torch.where(nucleus[:, None], torch.minimum(limit, by_k), by_k)
 
 
@@ -208,15 +232,28 @@ def _nucleus_ref(nearest: torch.Tensor, cap: torch.Tensor, wanted: torch.Tensor)
     return nearest.gather(1, place.clamp_max(nearest.shape[1] - 1)), found
 
 
+def _wide_nucleus_ref(z: torch.Tensor, kept: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The same for one row with many tokens in its nucleus: a histogram over the upper half of the bits of z, then a
+    sort of the one bin where the mass is reached. z, kept: float32 [V]; wanted: [1]."""
+    bins = z.view(torch.int32).bitwise_right_shift(_LOWER_BITS).clamp_(0, _BINS - 1).to(torch.int64)
+    running = torch.bincount(bins, weights=kept.double(), minlength=_BINS).cumsum(0)
+    place = torch.searchsorted(running, wanted.double()).clamp_max(_BINS - 1)
+    members = z[bins == place].sort().values
+    below = torch.where(place > 0, running[place - 1], 0.0)
+    inside = torch.searchsorted(torch.exp(-members).cumsum(0), (wanted - below).float())
+    return members[inside.clamp_max(len(members) - 1)] if len(members) else torch.full_like(wanted, torch.inf)
+
+
 def filter_sample_ref(logits: torch.Tensor, params: FilterParams, uniform: torch.Tensor) -> torch.Tensor:
     """Torch twin of `filter_sample`. Fast on the CPU; it waits for the device elsewhere."""
     scaled = logits.float() / params.temperature[:, None]
     z = scaled.amax(-1, keepdim=True) - scaled
-    limit = -torch.log(params.min_p)[:, None]
+    weight = torch.exp(-z)
     if params.filtered:
-        limit = torch.minimum(limit, thresholds_ref(z, params))
+        limit = torch.minimum(-torch.log(params.min_p)[:, None], thresholds_ref(z, weight, params))
+        weight = torch.where(z <= limit, weight, 0.0)
     # Running sums of one row use no number of another, unlike sums whose split over threads depends on the shape.
-    running = torch.where(z <= limit, z.neg().exp_(), 0.0).cumsum_(-1)
+    running = weight.cumsum_(-1)
     total = running[:, -1:]
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(running, target, right=True)[:, 0].clamp_max_(logits.shape[1] - 1)

@@ -183,7 +183,7 @@ class Sampler:
             top_p=numbers[1],
             min_p=numbers[2],
             top_k=self._upload(top_k),
-            filtered=bool(by_k.any() or (state["top_p"] < 1.0).any()),
+            filtered=bool((by_k | (state["top_p"] < 1.0) | (state["min_p"] > 0.0)).any()),
             max_top_k=int(top_k[by_k].max(initial=0)),
         )
         return self._filter_sample(work, params, numbers[3])

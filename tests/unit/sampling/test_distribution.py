@@ -67,7 +67,8 @@ def test_uniform_is_uniform_over_seeds_and_positions() -> None:
     positions = np.arange(200, dtype=np.int32)[None, :]
     u = uniform(np.broadcast_to(seeds, (200, 200)), np.broadcast_to(positions, (200, 200)))
     assert u.dtype == np.float32
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0
+    assert u.max() < 1
     assert abs(chi_square(np.histogram(u, 64, (0, 1))[0], np.full(64, 1 / 64))) < 4
     for axis in (0, 1):
         centred = u - u.mean()

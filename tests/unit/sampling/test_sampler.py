@@ -303,3 +303,15 @@ def test_half_precision_logits() -> None:
     rows = np.arange(len(PARAMS), dtype=np.int32)
     expected = exact.sample(logits.float(), rows, rows * 0 + 2)
     assert torch.equal(sampler.sample(logits, rows, rows * 0 + 2).token_ids, expected.token_ids)
+
+
+@pytest.mark.parametrize("top_p", [0.2, 0.7, 0.95, 0.9999])
+def test_a_nucleus_of_thousands_of_tokens(top_p: float) -> None:
+    vocab = 5000
+    logits = torch.randn((1, vocab), generator=torch.Generator().manual_seed(1)) * 0.5
+    sampler = make(vocab=vocab)
+    for seed in range(40):
+        params = SamplingParams(seed=seed, top_p=top_p)
+        sampler.open_row(0, params, NO_TOKENS, NO_TOKENS)
+        token = int(sampler.sample(logits, ints(0), ints(0)).token_ids)
+        assert token == naive_token(logits[0], params, NO_TOKENS, [])
