@@ -3,7 +3,7 @@
 Rows grow by one token a step and free everything at their end, so usage falls only where a row ends: it is enough to
 look at those moments (LightLLM's future-peak estimate, lightllm.md 6.2). A row whose first token has not been reported
 yet may start any time later; it is counted as growing at once and as never leaving, which is never too little. Hence
-the moments to look at do not change while rows are admitted: a question costs two binary searches in prepared maxima,
+the moments to look at do not change while rows are admitted: a question is a binary search in prepared maxima, O(log n),
 and an admission one pass over an array. Knows nothing of requests, prompts or the pool's size.
 """
 
