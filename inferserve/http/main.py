@@ -7,7 +7,6 @@ streams end with an error event, then the process ends within about a second. Kn
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -134,8 +133,14 @@ class Worker:
         await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not self._stop.is_set():
             await server  # it ended by itself: raise why
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(server, STOP_GRACE_S)
+        await asyncio.wait({server}, timeout=STOP_GRACE_S)
+        if not server.done():
+            # A client takes neither its text nor our goodbye; that its connection is cut is no news.
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+            server.cancel()
+            await asyncio.wait({server}, timeout=STOP_GRACE_S / 4)
+        if server.done() and not server.cancelled() and server.exception() is not None:
+            event(log, "the HTTP server ended badly", logging.WARNING, reason=repr(server.exception()))
         self._end()
 
     def _on_control(self) -> None:
