@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from inferserve.attention.base import LayerSpec
 from inferserve.errors import ConfigError
@@ -169,18 +170,18 @@ def build(
     transformers.AttentionInterface.register(_NAME, _attention)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    where: dict[str, Any] = {"pretrained_model_name_or_path": folder}
-    if gguf_file:
-        where = {"pretrained_model_name_or_path": Path(gguf_file).parent, "gguf_file": Path(gguf_file).name}
     try:
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            **where,
-            dtype=dtype,
-            attn_implementation=_NAME,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        if gguf_file:
+            model, loading = _from_gguf(folder, gguf_file, dtype, trust_remote_code)
+        else:
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=_NAME,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
         raise ConfigError(f"--model-dir {folder}: transformers cannot build it ({str(error).strip()})") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
@@ -193,6 +194,18 @@ def build(
             f"--max-req-total-len {max_len}: beyond {original} tokens longrope rescales the whole batch; at most {original}"
         )
     return GenericModel(model.to(device).eval().requires_grad_(False))
+
+
+def _from_gguf(folder: Path, gguf_file: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+    """What `from_pretrained(gguf_file=...)` does, without the package `accelerate` that it insists on."""
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=_NAME, trust_remote_code=trust_remote_code
+    )
+    tensors = load_gguf_checkpoint(gguf_file, return_tensors=True, model_to_load=model, torch_dtype=dtype)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = set(model.all_tied_weights_keys) if config.get_text_config().tie_word_embeddings else set()
+    return model, {"missing_keys": set(missing) - tied, "unexpected_keys": unexpected}
 
 
 def _some(items: Any) -> str:

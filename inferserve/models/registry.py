@@ -22,7 +22,7 @@ from inferserve.models.weights import Safetensors, TensorSource, destinations, l
 FAMILIES = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
 
 _ROPE_KINDS = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
-_IGNORED = ("rotary_emb.inv_freq",)
+_IGNORED: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
