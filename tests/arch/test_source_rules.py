@@ -52,7 +52,8 @@ def users_of(module: str) -> set[str]:
 @pytest.mark.parametrize("path", EVERYWHERE, ids=name_of)
 def test_no_unsafe_deserialisation(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    assert not [i for i in imports(tree) if i.split(".")[0] in FORBIDDEN_MODULES]
+    traps = {"tests/conftest.py"}  # imports pickle in order to disarm it
+    assert name_of(path) in traps or not [i for i in imports(tree) if i.split(".")[0] in FORBIDDEN_MODULES]
     for node, called in calls(tree):
         keywords = {k.arg for k in node.keywords}
         assert (
@@ -76,15 +77,13 @@ def test_environment_is_read_in_config_only() -> None:
 
 
 def test_zmq_is_used_in_transport_and_at_the_process_border_only() -> None:
-    assert {u for u in users_of("zmq") if not u.startswith("inferserve/transport/")} <= {"inferserve/process.py"}
+    border = {"inferserve/process.py", "inferserve/launch/serve.py"}
+    assert {u for u in users_of("zmq") if not u.startswith("inferserve/transport/")} <= border
 
 
 def test_shared_memory_is_mapped_in_shm_only() -> None:
-    assert users_of("mmap") <= {
-        "inferserve/shm/segment.py",
-        "inferserve/models/gguf_weights.py",
-        "inferserve/models/weights.py",
-    }
+    reads_a_file = {"inferserve/config/gguf_header.py"}
+    assert users_of("mmap") - reads_a_file == {"inferserve/shm/segment.py"}
     assert not users_of("multiprocessing")
 
 
@@ -187,10 +186,10 @@ def test_every_kernel_has_a_twin_and_a_test() -> None:
     for path in sorted((PACKAGE / "kernels").glob("*.py")):
         if path.stem in bare:
             continue
-        functions = {n.name for n in TREES[path].body if isinstance(n, ast.FunctionDef)}
-        twins = {f for f in functions if f.endswith("_ref")}
-        assert twins, f"{path.stem}: no twin"
-        assert all(t.removesuffix("_ref") in functions for t in twins), f"{path.stem}: a twin without its op"
+        functions = {n.name for n in TREES[path].body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"}
+        ops = {f for f in functions if not f.endswith("_ref")}
+        assert ops, f"{path.stem}: no op"
+        assert {op + "_ref" for op in ops} <= functions, f"{path.stem}: an op without its twin"
         assert (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").exists(), f"{path.stem}: no test"
 
 
