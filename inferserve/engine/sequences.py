@@ -110,7 +110,10 @@ class Sequences:
     # ---------------------------------------------------------------------------------------------- KV
 
     def start(self, row: int, now_ns: int) -> bool:
-        """Give a queued or paused row its cached prefix, so that the rest can be computed. False: there is no room yet."""
+        """Give a queued or paused row its cached prefix, so that the rest can be computed. False: there is no room yet.
+
+        A row that the backend cannot take ends with ERROR; the others do not notice.
+        """
         rows, ledger = self.rows, self.ledger
         resumes = bool(rows.state[row] == PAUSED)
         known = rows.tokens[row, : rows.prompt_len[row] + rows.out_len[row]]
@@ -119,13 +122,19 @@ class Sequences:
         if len(known) - cached + promised > ledger.available:
             ledger.close(row, known[:0])
             return False
+        prompt_len = int(rows.prompt_len[row])
+        try:
+            self._backend.open_row(row, self._params[row], known[:prompt_len], known[prompt_len:])
+        except Exception as error:
+            log.exception("slot %d cannot start", rows.slot[row])
+            ledger.close(row, known[:0])
+            self.end(row, Finish.ERROR, error=f"it could not be started: {error}")
+            return True
         if not resumes:
             self.slots.cached_tokens[rows.slot[row]] = cached
             self.slots.prefill_start_ns[rows.slot[row]] = now_ns
         rows.state[row], rows.fill[row], rows.good[row] = FILLING, len(known), cached
         rows.epoch[row] += 1
-        prompt_len = int(rows.prompt_len[row])
-        self._backend.open_row(row, self._params[row], known[:prompt_len], known[prompt_len:])
         return True
 
     def pause(self, row: int) -> None:

@@ -244,6 +244,7 @@ class RadixTree:
         else:
             del parent.children[first]
             node.parent = None
+            parent.run.fit()
             self._offer(parent)
             self._close_seam(parent)
         return gone

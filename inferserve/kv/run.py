@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 _TOKENS, _INDICES = 0, 1
+_SMALL = 1024
+"""Buffers of this many columns are never worth leaving."""
 
 
 class TokenRun:
@@ -81,4 +83,12 @@ class TokenRun:
     def trim(self, n: int) -> Ints:
         """Drop the last `n` tokens; returns their KV indexes (a copy)."""
         self._stop -= n
-        return self._buffer[_INDICES, self._stop : self._stop + n].copy()
+        gone = self._buffer[_INDICES, self._stop : self._stop + n].copy()
+        self.fit()
+        return gone
+
+    def fit(self) -> None:
+        """Leave a buffer that is much too large; it would live as long as this run does."""
+        if max(_SMALL, 4 * len(self)) < self._buffer.shape[1]:
+            self._buffer = self._buffer[:, self._start : self._stop].copy()
+            self._start, self._stop, self._limit = 0, len(self), len(self)

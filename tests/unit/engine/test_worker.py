@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from inferserve.engine.step import Ints
 from inferserve.errors import EngineError
 from inferserve.protocol.messages import Commands, Finish, SlotRef
+from inferserve.protocol.sampling import SamplingParams
 from tests.fakes.engine import EOS, Rig, expected
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -288,6 +290,25 @@ def test_parameters_that_do_not_decode_end_that_request() -> None:
     rig.run()
     assert rig.finish(bad) is rig.finish(empty) is Finish.ERROR
     assert rig.finish(good) is Finish.LENGTH
+
+
+def test_a_row_that_the_backend_refuses_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    take = rig.backend.open_row
+
+    def refuse(row: int, params: SamplingParams, prompt: Ints, output: Ints) -> None:
+        if params.seed == 13:
+            raise ValueError("bias for a token that is not there")
+        take(row, params, prompt, output)
+
+    monkeypatch.setattr(rig.backend, "open_row", refuse)
+    good = rig.submit(prompt_of(5), max_tokens=3)
+    bad = rig.submit(prompt_of(6), max_tokens=3, seed=13)
+    rig.run()
+    assert rig.finish(bad) is Finish.ERROR
+    assert "not there" in rig.finished[bad].error
+    assert rig.output(good) == expected(prompt_of(5), 3)
+    assert rig.used() == 0
 
 
 def test_a_gap_in_commands_ends_the_engine() -> None:

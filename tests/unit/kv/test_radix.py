@@ -184,3 +184,17 @@ def test_digests_name_whole_granules_only() -> None:
     assert tree.evict(7).digests == []
     assert tree.evict(1).digests == chain[2:]
     assert sorted(tree.evict(10_000).digests) == sorted(chain[:2])
+
+
+def test_a_short_remainder_does_not_keep_a_long_buffer_alive() -> None:
+    tree = RadixTree()
+    tokens = np.arange(10_000, dtype=np.int32)
+    tree.insert(tokens, tokens)
+    tree.lock(tree.match(tokens[:10]).node)
+    tree.evict(5_000)
+    tree.evict(4_990)
+    (node,) = tree.nodes()
+    assert node.run.tokens.tolist() == list(range(10))
+    assert node.run.tokens.base is not None and node.run.tokens.base.size < 100
+    assert tree.insert(tokens[:20], tokens[:20]).present == 10
+    assert tree.match(tokens).indices.tolist() == list(range(20))
