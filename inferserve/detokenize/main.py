@@ -7,14 +7,15 @@ from inferserve.process import Child, Waiter
 from inferserve.protocol.messages import DetokMessage, HttpMessage, RouterMessage
 from inferserve.shm.layout import Writer
 from inferserve.shm.slots import SlotTable
-from inferserve.tokenize.load import load_tokenizer
+from inferserve.tokenize.load import check_tokenizer, load_tokenizer
 
 
 def body(child: Child) -> None:
-    """Serve until the launcher says stop."""
+    """Serve until the launcher says stop. Raises ConfigError for a tokenizer that is not the model's."""
     config = child.config
     inbox = child.inbox(DetokMessage)
     tokenizer = load_tokenizer(config)
+    check_tokenizer(tokenizer, config.facts)
     table = SlotTable.attach(child.boot.segments, config.slots, config.model.max_req_total_len)
     detokenizer = Detokenizer(
         table.view(Writer.DETOKENIZE),

@@ -9,6 +9,7 @@ come as Python code. Knows nothing of requests, slots or models.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,10 @@ import tokenizers
 
 from inferserve.config.schema import ModelFacts, ServerConfig
 from inferserve.errors import ConfigError
+from inferserve.log import event
 from inferserve.tokenize.token_bytes import OpaqueTable, TokenTable, token_table
+
+log = logging.getLogger(__name__)
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -120,7 +124,7 @@ def load_tokenizer(config: ServerConfig) -> Tokenizer:
     remote_code = config.model.trust_remote_code and "auto_map" in settings
     template = _chosen_template(config.model.chat_template) or _model_template(folder, settings)
     if has_file and mode != "slow" and not (remote_code and mode == "auto"):
-        return _from_file(folder, settings, config.model.eos_id, template)
+        return _from_file(folder, settings, config, template)
     if not folder.is_dir():
         raise ConfigError(f"--model-dir: {folder} is not a folder")
     return _from_transformers(folder, config, template)
@@ -146,7 +150,7 @@ def check_tokenizer(tokenizer: Tokenizer, facts: ModelFacts) -> None:
         raise ConfigError(*problems)
 
 
-def _from_file(folder: Path, settings: dict[str, Any], eos_id: tuple[int, ...], template: str | None) -> Tokenizer:
+def _from_file(folder: Path, settings: dict[str, Any], config: ServerConfig, template: str | None) -> Tokenizer:
     path = folder / "tokenizer.json"
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -156,13 +160,13 @@ def _from_file(folder: Path, settings: dict[str, Any], eos_id: tuple[int, ...], 
     backend.no_padding()
     backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
     named = _named_tokens(folder, settings)
-    _add_missing_tokens(backend, settings, named.values())
+    _add_missing_tokens(backend, settings, named.values(), config.facts.vocab_size or 2**31)
     names = {name: _content(token) for name, token in named.items()}
     bpe = type(backend.model).__name__ == "BPE"
     return Tokenizer(
         backend=backend,
         table=token_table(backend),
-        eos_ids=eos_id or _known_ids(backend, [names.get("eos_token")]),
+        eos_ids=config.model.eos_id or _known_ids(backend, [names.get("eos_token")]),
         bos_id=next(iter(_known_ids(backend, [names.get("bos_token")])), None),
         special_ids=frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special),
         chat_template=template,
@@ -220,23 +224,31 @@ def _named_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str | dic
     return {name: source[name] for name in NAMED_TOKENS if source.get(name) is not None}
 
 
-def _add_missing_tokens(backend: Any, settings: dict[str, Any], named: Iterable[str | dict[str, Any]]) -> None:
-    """Tokens that the settings name and tokenizer.json lacks (or flags differently), in transformers' order."""
+def _add_missing_tokens(
+    backend: Any, settings: dict[str, Any], named: Iterable[str | dict[str, Any]], embeddings: int
+) -> None:
+    """Tokens that the settings name and tokenizer.json lacks (or flags differently), in transformers' order.
+
+    New ones stop at `embeddings`: fine-tunes often name a pad token that nothing uses and the model has no row for.
+    """
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    missing = []
+    wanted = []
     declared = settings.get("added_tokens_decoder", {})
     for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
         added = _added_token(token)
         if repr(known.get(added.content)) != repr(added):
-            missing.append(added)
+            wanted.append(added)
             known[added.content] = added
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
     for token in (*named, *(extra.values() if isinstance(extra, dict) else extra)):
         if _content(token) not in known:
-            missing.append(_added_token(token, special=True))
-            known[_content(token)] = missing[-1]
-    if missing:
-        backend.add_tokens(missing)
+            wanted.append(_added_token(token, special=True))
+            known[_content(token)] = wanted[-1]
+    for added in wanted:
+        if backend.token_to_id(added.content) is not None or backend.get_vocab_size() < embeddings:
+            backend.add_tokens([added])
+        else:
+            event(log, "token without embedding left out", logging.WARNING, token=added.content)
 
 
 def _added_token(token: str | dict[str, Any], **flags: bool) -> Any:

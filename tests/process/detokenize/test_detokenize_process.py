@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,15 @@ def test_bad_frames_are_dropped(world: Neighbours) -> None:
 
 def test_stops_when_told(world: Neighbours) -> None:
     assert world.stop() == 0
+
+
+def test_foreign_tokenizer_is_a_config_fault(tmp_path: Path) -> None:
+    """F-41: more tokens than the model has embeddings."""
+    config = _config(MAKERS["byte_level"](tmp_path))
+    with Neighbours("detokenize", replace(config, facts=replace(config.facts, vocab_size=400))) as world:
+        fault = world.wait_control()
+        assert isinstance(fault, Fault) and fault.config and "400 embeddings" in fault.reason
+        assert world.process.wait(10) == EXIT_CONFIG
 
 
 def test_missing_tokenizer_is_a_config_fault(tmp_path: Path) -> None:

@@ -61,6 +61,18 @@ def test_added_tokens_of_the_settings(tmp_path: Path) -> None:
         assert ours.decode(ours.encode(text), skip) == theirs.decode(theirs.encode(text), skip_special_tokens=skip)
 
 
+def test_named_token_without_embedding_is_left_out(tmp_path: Path) -> None:
+    """A pad token that is in no vocabulary and no embedding: common in fine-tunes, harmless."""
+    folder = MAKERS["byte_level"](tmp_path)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "<pad>"}))
+    size = load_tokenizer(_config(folder)).vocab_size - 1
+    tokenizer = load_tokenizer(ServerConfig(facts=ModelFacts(folder=str(folder), vocab_size=size)))
+    check_tokenizer(tokenizer, ModelFacts(vocab_size=size))
+    assert tokenizer.special_tokens_map["pad_token"] == "<pad>"
+    assert max(tokenizer.encode("<pad>")) < size
+
+
 def test_chat_template(tmp_path: Path) -> None:
     assert load_tokenizer(_config(MAKERS["byte_level"](tmp_path / "a"))).chat_template == CHAT_TEMPLATE
     assert load_tokenizer(_config(MAKERS["sentencepiece"](tmp_path / "b"))).chat_template == "D"
