@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-dir", default="", help="where the tokenizer comes from; the demo model if not given")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--step-ms", type=float, default=15.0)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--out", default="benchmarks/results/chain.json")

@@ -35,6 +35,7 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "load_average_1min": round(os.getloadavg()[0], 2),
         "versions": {name: version(name) for name in _LIBRARIES},
     }
 

@@ -113,7 +113,7 @@ def test_no_work_that_grows_with_the_text(tokenizers: dict[str, Tokenizer], kind
     streams = TextStreams(tokenizer)
     ids = tokenizer.encode("The quick brown fox ", add_special_tokens=False)
     broken = [tokenizer.vocab_size - 1] * 10
-    began = time.monotonic()
+    began = time.process_time()
     _deltas(streams, (ids * 20_000)[:20_000], True)
     _deltas(streams, broken * 2_000, True)
-    assert time.monotonic() - began < 5.0
+    assert time.process_time() - began < 5.0

@@ -90,10 +90,10 @@ def test_stop_inside_another() -> None:
 
 def test_hostile_strings_cost_nothing() -> None:
     """32 stop strings of 1,024 characters that nearly match all the time."""
-    began = time.monotonic()
+    began = time.process_time()
     automaton = StopAutomaton(tuple("a" * 1000 + chr(0x4E00 + i) * 24 for i in range(32)))
     stops = StopFilter(automaton, False)
     for _ in range(5_000):
         stops.push("aaaa")
     assert stops.matched is None and stops.flush() == "a" * 1000
-    assert time.monotonic() - began < 2.0
+    assert time.process_time() - began < 2.0
