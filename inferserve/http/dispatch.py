@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import assert_never
 
 from inferserve.http.live import LiveRequests
@@ -12,6 +13,8 @@ from inferserve.protocol.messages import Dropped, HttpMessage, ScrapeReply, Text
 from inferserve.transport.channel import Inbox
 
 _BATCH = 256
+
+Guard = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class Dispatcher:
@@ -23,11 +26,16 @@ class Dispatcher:
         self._scraper = scraper
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start reading. The descriptor is edge-triggered, so what came before is read at once."""
+    def attach(self, loop: asyncio.AbstractEventLoop, guard: Guard) -> None:
+        """Start reading. The descriptor is edge-triggered, so what came before is read at once.
+
+        Args:
+            guard: makes a callback whose failure ends the process; lost messages would leave requests hanging.
+        """
         self._loop = loop
-        loop.add_reader(self._inbox.fileno(), self.drain)
-        loop.call_soon(self.drain)
+        self._drain_guarded = guard(self.drain)
+        loop.add_reader(self._inbox.fileno(), self._drain_guarded)
+        loop.call_soon(self._drain_guarded)
 
     def detach(self) -> None:
         """Stop reading."""
@@ -41,7 +49,7 @@ class Dispatcher:
         for message in messages:
             self.handle(message, now_ns)
         if len(messages) == _BATCH and self._loop is not None:
-            self._loop.call_soon(self.drain)
+            self._loop.call_soon(self._drain_guarded)
 
     def handle(self, message: HttpMessage, now_ns: int) -> None:
         """Act on one message that arrived at `now_ns`."""

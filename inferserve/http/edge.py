@@ -19,6 +19,7 @@ from inferserve.http import problems
 from inferserve.http.generation import Disconnected
 from inferserve.http.problems import Refused
 from inferserve.http.service import GenerationService
+from inferserve.http.streams import PENDING, GenerationResponse
 from inferserve.log import event
 
 log = logging.getLogger(__name__)
@@ -65,30 +66,42 @@ class Edge:
         state["arrival_ns"] = time.monotonic_ns()
         state["request_id"] = _printable(headers.get(b"x-request-id")) or uuid.uuid4().hex
         state["session_id"] = _printable(headers.get(b"x-session-id"))
-        generates = scope["path"] in GENERATION_PATHS and scope["method"] == "POST"
         answer = _Answer(send, state["request_id"])
+        generates = scope["path"] in GENERATION_PATHS and scope["method"] == "POST"
         entered = False
         try:
             if generates:
                 self._service.serving.enter()
                 entered = True
             body = await self._checked_body(scope, headers, receive)
-            await self._app(scope, _Replay(body, receive), answer)
-        except Disconnected:
-            return
         except RequestError as error:
             await _discard(receive)
             await problems.response(error, _CLOSE)(scope, receive, answer)
-        except Exception:
-            # The border of a request: one may fail, others go on.
-            log.exception("request %s failed", state["request_id"])
-            if not answer.status:
-                await problems.response(RequestFailed("Internal server error."))(scope, receive, answer)
+        except Disconnected:
+            return
+        else:
+            await self._inner(scope, _Replay(body, receive), answer)
         finally:
-            if generates and answer.status >= 400 and not state.get("submitted"):
+            if generates and answer.status >= 400 and not _was_submitted(scope):
                 self._service.refused(problems.failure_reason(answer.status))
             if entered:
                 self._service.serving.leave()
+
+    async def _inner(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """FastAPI, and then the generation that a route may have left to be run. The border of a request: it may fail."""
+        try:
+            await self._app(scope, receive, answer)
+            generation: GenerationResponse | None = scope["state"].get(PENDING)
+            if generation is not None:
+                await generation.run(receive, answer)
+        except Disconnected:
+            return
+        except RequestError as error:
+            await problems.response(error)(scope, receive, answer)
+        except Exception:
+            log.exception("request %s failed", scope["state"]["request_id"])
+            if not answer.status:
+                await problems.response(RequestFailed("Internal server error."))(scope, receive, answer)
 
     async def _checked_body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """The whole body. Raises Refused, or Disconnected."""
@@ -167,6 +180,11 @@ class _Replay:
             return await self._receive()
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _was_submitted(scope: Scope) -> bool:
+    generation: GenerationResponse | None = scope["state"].get(PENDING)
+    return generation is not None and generation.submitted
 
 
 async def _discard(receive: Receive) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypercorn.asyncio import serve
 from hypercorn.config import Config
 from starlette.types import ASGIApp
 
-from inferserve.errors import Unavailable
+from inferserve.errors import RequestError, RequestFailed, Unavailable
 from inferserve.http.app import create_app
 from inferserve.http.dispatch import Dispatcher
 from inferserve.http.live import LiveRequests
@@ -30,7 +31,8 @@ from inferserve.http.service import Limits, LocalService
 from inferserve.http.serving import Serving
 from inferserve.http.slot_client import SlotClient
 from inferserve.log import event
-from inferserve.metrics.client import MetricsClient
+from inferserve.metrics.client import PUSH_QUEUE, MetricsClient
+from inferserve.metrics.names import declare
 from inferserve.metrics.requests import RequestMetrics
 from inferserve.process import Child, StopRequested
 from inferserve.protocol.messages import Abort, Drain, Drained, HttpMessage, MetricsMessage, RouterMessage, ServiceReady
@@ -75,11 +77,14 @@ def build(child: Child) -> Parts:
     if abandoned:
         event(log, "aborting requests of the worker before", logging.WARNING, rows=len(abandoned))
         router.send(Abort(abandoned))
-    client = MetricsClient.for_child(child)
+    # Pushes and questions share one channel, so that an answer knows everything that was pushed before it was asked.
+    to_metrics = child.outbox("metrics", MetricsMessage, queue=PUSH_QUEUE)
+    table = declare(config.model.max_req_total_len, config.schedule.batch_max_tokens)
+    client = MetricsClient(table, boot.role, boot.index, boot.incarnation, to_metrics)
     request_metrics = RequestMetrics(client)
     request_log = RequestLog(not config.log.disable_log_requests)
     live = LiveRequests(slots, router, request_metrics, request_log, limits.context)
-    scraper = Scraper(child.outbox("metrics", MetricsMessage), client, boot.index)
+    scraper = Scraper(to_metrics, client, boot.index)
     serving = Serving(lambda: child.control.send(Drained()))
     prompts = PromptEncoder(tokenizer, chat_template, limits.context)
     service = LocalService(limits, serving, prompts, live, request_metrics, scraper)
@@ -117,12 +122,13 @@ class Worker:
         self._parts = parts
         self._stop = asyncio.Event()
         self._flush_timer: asyncio.TimerHandle | None = None
+        self._fault: Exception | None = None
 
     async def run(self, app: ASGIApp) -> None:
         """Serve until the launcher says stop."""
         loop = asyncio.get_running_loop()
-        self._parts.dispatcher.attach(loop)
-        loop.add_reader(self._child.control.fileno(), self._on_control)
+        self._parts.dispatcher.attach(loop, self._guard)
+        loop.add_reader(self._child.control.fileno(), self._guard(self._on_control))
         self._parts.metrics.on_change(self._plan_flush)
         self._flush_metrics()
         server = asyncio.create_task(
@@ -142,6 +148,20 @@ class Worker:
         if server.done() and not server.cancelled() and server.exception() is not None:
             event(log, "the HTTP server ended badly", logging.WARNING, reason=repr(server.exception()))
         self._end()
+        if self._fault is not None:
+            raise self._fault
+
+    def _guard(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """`callback`, whose failure ends the process with an error instead of leaving it half deaf."""
+
+        def guarded() -> None:
+            try:
+                callback()
+            except Exception as error:
+                self._fault = error
+                self._stop_serving(RequestFailed("Internal server error."))
+
+        return guarded
 
     def _on_control(self) -> None:
         serving = self._parts.serving
@@ -149,9 +169,7 @@ class Worker:
             message = self._child.handle_control()
         except StopRequested:
             asyncio.get_running_loop().remove_reader(self._child.control.fileno())
-            serving.stopping = True
-            self._parts.live.fail_all(Unavailable("The server is shutting down.", code="shutting_down"))
-            self._stop.set()
+            self._stop_serving(Unavailable("The server is shutting down.", code="shutting_down"))
             return
         match message:
             case ServiceReady():
@@ -161,6 +179,11 @@ class Worker:
                 serving.drain()
             case _:
                 pass
+
+    def _stop_serving(self, why: RequestError) -> None:
+        self._parts.serving.stopping = True
+        self._stop.set()
+        self._parts.live.fail_all(why)
 
     def _flush_metrics(self) -> None:
         """Push totals when they are due."""
@@ -183,10 +206,10 @@ class Worker:
         self._parts.metrics.close(time.monotonic())
 
 
-def limit_writes(listen_fd: int) -> None:
-    """Let the kernel end connections whose peer takes nothing for `WRITE_DEADLINE_MS`; accepted sockets inherit it."""
+def limit_writes(listen_fd: int, deadline_ms: int = WRITE_DEADLINE_MS) -> None:
+    """Let the kernel end connections whose peer takes nothing for `deadline_ms`; accepted sockets inherit it."""
     with socket.socket(fileno=os.dup(listen_fd)) as listener:
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, WRITE_DEADLINE_MS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, deadline_ms)
 
 
 def body(child: Child) -> None:

@@ -24,6 +24,8 @@ from inferserve.http.service import GenerationService
 
 log = logging.getLogger(__name__)
 
+# Where a route leaves its GenerationResponse in the scope's state.
+PENDING = "generation_response"
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -81,22 +83,30 @@ class WholeFormat(Protocol):
 
 
 class GenerationResponse(Response):
-    """Submits `request` when it is called and answers with what comes of it."""
+    """What a generation route returns. FastAPI only sees it pass; `Edge` runs it when all inner layers have returned,
+    because each of them would cost something on each token.
+    """
 
     def __init__(self, service: GenerationService, request: GenerateRequest) -> None:
         super().__init__()
+        self.submitted = False
         self._service = service
         self._request = request
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry. Raises the RequestError of a request that failed before anything was sent."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """ASGI entry: leaves itself for `Edge`."""
+        scope["state"][PENDING] = self
+
+    async def run(self, receive: Receive, send: Send) -> None:
+        """Submit the request and answer with what comes of it.
+
+        Raises the RequestError of a request that failed before anything was sent; Disconnected when the client left.
+        """
         generation = self._service.submit(self._request)
-        scope["state"]["submitted"] = True
+        self.submitted = True
         watch = asyncio.create_task(_watch(receive, generation))
         try:
             await self._answer(generation, send)
-        except Disconnected:
-            return
         finally:
             watch.cancel()
             generation.close()

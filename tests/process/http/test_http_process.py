@@ -17,11 +17,13 @@ import openai
 import pytest
 
 from inferserve.config.schema import HttpPart, ModelFacts, ModelPart, SchedulePart, ServerConfig
+from inferserve.process import EXIT_FAULT
 from inferserve.protocol.messages import (
     Abort,
     Drain,
     Drained,
     Dropped,
+    Fault,
     Finish,
     MetricsPush,
     Scrape,
@@ -243,8 +245,10 @@ def test_drain_when_idle(server: Http) -> None:
 
 
 def test_stop_tells_every_client(server: Http) -> None:
-    streaming, waiting, plain = (server.post(TEXT | {"stream": s}) for s in (True, True, False))
-    refs = server.submitted(3)
+    streaming = server.post(TEXT | {"stream": True})
+    refs = server.submitted()
+    waiting, plain = (server.post(TEXT | {"stream": s}) for s in (True, False))
+    refs += server.submitted(2)
     view = server.world.view(Writer.ENGINE)
     assert view.in_use.sum() == 3
     server.say(refs[0], 0, 1, "a")
@@ -299,6 +303,16 @@ def test_a_client_that_does_not_read_holds_nobody_up(server: Http) -> None:
         server.say(slow_ref, position, position + 1, "y")
     assert server.world.receive("router", Abort, 5).slots == (slow_ref,)
     slow.close()
+
+
+def test_a_message_that_cannot_be_handled_ends_the_process_and_tells_clients(server: Http) -> None:
+    waiting = server.post(TEXT)
+    (ref,) = server.submitted()
+    server.say(ref, 0, 1, "x", Finish.NONE)
+    server.world.send(TextReady((TextItem(ref.index, ref.generation, 1, 2, "y", 77),)))
+    assert waiting.result(10).status_code == 500
+    assert isinstance(server.world.wait_control(5), Fault)
+    assert server.world.process.wait(5) == EXIT_FAULT
 
 
 def test_the_launcher_is_gone(server: Http) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 
 from inferserve.http import edge
+from inferserve.http.main import limit_writes
 from inferserve.http.serving import Serving
 from tests.fakes.http_service import FakeService, ask, events, make_app, post, problem, run
 
@@ -298,13 +301,14 @@ def test_heads(headers: dict[str, str], scope: dict[str, Any], status: int) -> N
     play(main)
 
 
+@pytest.mark.parametrize("where", ["submit", "encode"])
 def test_a_bug_is_a_500_with_a_body_and_a_log_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: FakeService, _: Any) -> Any:
+    def broken(self: FakeService, *_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("bug")
 
-    monkeypatch.setattr(FakeService, "submit", broken)
+    monkeypatch.setattr(FakeService, where, broken)
     service = FakeService()
     assert "bug" not in problem(post("/v1/completions", TEXT, service), 500)["message"]
     assert service.serving.in_flight == 0 and service.refusals == ["error"]
@@ -354,3 +358,15 @@ def test_openapi_shows_the_bodies() -> None:
 def test_streams_of_native_route_have_their_framing() -> None:
     body = {"inputs": "hi", "parameters": {"max_new_tokens": 3}}
     assert len(events(post("/generate_stream", body), "data:")) == 3
+
+
+def test_peers_that_take_nothing_are_cut_off_by_the_kernel() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        limit_writes(listener.fileno(), deadline_ms=300)
+        with socket.create_connection(listener.getsockname()):
+            server_side, _ = listener.accept()
+            with server_side, pytest.raises(TimeoutError) as caught:
+                server_side.settimeout(5)
+                while True:
+                    server_side.send(b"x" * 65536)
+            assert caught.value.errno == errno.ETIMEDOUT  # the kernel's, not settimeout's
