@@ -113,7 +113,7 @@ class Edge:
         length = headers.get(b"content-length", b"")
         if length and b"transfer-encoding" in headers:
             raise Refused(400, "Content-Length and Transfer-Encoding exclude each other.")
-        declared = int(length) if length.isdigit() else 0
+        declared = int(length[:20]) if length.isdigit() else 0
         if declared > self._max_body_bytes:
             raise self._too_large()
         if not declared and b"transfer-encoding" not in headers:

@@ -50,4 +50,6 @@ class RequestLog:
             "gpu_prompt_cache_ratio": usage.cached_tokens / max(1, usage.prompt_tokens),
             "finish_reason": reason,
         }
+        if generation.failed is not None:
+            fields["error"] = generation.failed.message
         event(log, "request finished", **fields)
