@@ -62,7 +62,7 @@ class Rows:
         slot: slot index, -1 when free.
         generation: int64, the slot's generation.
         order: int64, rises with each admission: older rows have smaller numbers.
-        epoch: int64, rises whenever the row starts, pauses or ends.
+        epoch: int64, rises whenever the row pauses or ends.
         prompt_len: prompt tokens.
         out_len: output tokens committed.
         planned: output tokens committed or asked for by launched steps.

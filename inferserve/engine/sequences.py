@@ -134,14 +134,12 @@ class Sequences:
             self.slots.cached_tokens[rows.slot[row]] = cached
             self.slots.prefill_start_ns[rows.slot[row]] = now_ns
         rows.state[row], rows.fill[row], rows.good[row] = FILLING, len(known), cached
-        rows.epoch[row] += 1
         return True
 
     def pause(self, row: int) -> None:
-        """Take a row's KV away; what is good of it stays cached as long as there is room."""
+        """Take the KV away from a row that no step in flight computes; what is good of it stays cached as long as it can."""
         self._release(row, int(self.rows.good[row]))
         self.rows.state[row] = PAUSED
-        self.rows.planned[row] = self.rows.out_len[row]
         self.rows.good[row] = 0
         self.slots.preemptions[self.rows.slot[row]] += 1
         self._events.preempted += 1
@@ -218,6 +216,8 @@ class Sequences:
         assert following == np.flatnonzero(rows.state == FOLLOWING).tolist()
         assert all(rows.state[leader] not in (FREE, FOLLOWING) for leader in self._followers)
         assert not self.ledger.length[rows.state < FILLING].any(), "KV without a running row"
+        waiting = (rows.state > FREE) & (rows.state < DECODING)
+        assert (rows.planned == rows.out_len)[waiting].all(), "a row that does not decode awaits a token"
         decoding = np.flatnonzero(rows.state == DECODING)
         lengths = rows.prompt_len[decoding] + rows.planned[decoding] - 1
         assert (self.ledger.length[decoding] == lengths).all(), "a decoding row has more or less KV than tokens"

@@ -88,6 +88,34 @@ def test_a_pool_that_fits_exactly_suffices(depth: int) -> None:
 
 
 @DEPTHS
+def test_what_was_not_seen_to_be_finite_is_not_cached_by_a_pause(depth: int) -> None:
+    """A row paused in the middle of its prompt has sampled nothing yet, so its KV may be NaN."""
+    rig = Rig(kv=38, depth=depth, chunk=4)
+    rig.submit(prompt_of(10, seed=1), max_tokens=25, seed=1)
+    for _ in range(4):
+        rig.step()
+    late = rig.submit(prompt_of(23, seed=2), max_tokens=2, seed=2)
+    while not rig.slots.preemptions[late.index]:
+        rig.step()
+    assert rig.worker.ledger.counters(0, 0).cached == 0
+    rig.run()
+    assert rig.output(late) == expected(prompt_of(23, seed=2), 2, seed=2)
+
+
+@DEPTHS
+def test_a_row_starts_only_where_the_others_can_go_on(depth: int) -> None:
+    rig = Rig(kv=30, depth=depth)
+    rig.submit(prompt_of(10, seed=1), max_tokens=15, seed=1)
+    rig.step()
+    rig.step()
+    available = rig.worker.ledger.available
+    late = rig.submit(prompt_of(available, seed=2), max_tokens=2, seed=2)
+    rig.run()
+    assert rig.output(late) == expected(prompt_of(available, seed=2), 2, seed=2)
+    assert not any(r.preempted for r in rig.reports)
+
+
+@DEPTHS
 def test_a_paused_row_can_be_aborted(depth: int) -> None:
     rig = Rig(kv=40, depth=depth)
     refs = [rig.submit(prompt_of(10, seed=i), max_tokens=25, seed=i) for i in range(3)]

@@ -181,6 +181,26 @@ def test_eos_and_stop_tokens_end_a_row(depth: int) -> None:
 
 
 @DEPTHS
+def test_what_was_computed_ahead_of_an_end_is_not_cached(depth: int) -> None:
+    """Nobody looks at the results of that step, so its KV may be anything."""
+    rig = Rig(depth=depth)
+    rig.backend.forced = {(1, 3): EOS}
+    rig.submit(prompt_of(6), max_tokens=10, seed=1)
+    rig.run()
+    assert rig.reports[-1].kv.cached == 6 + 3
+
+
+@DEPTHS
+def test_siblings_of_a_leader_that_ends_with_its_prompt_run_together(depth: int) -> None:
+    rig = Rig(depth=depth)
+    refs = [rig.fill(prompt_of(6), max_tokens=1, seed=s) for s in range(4)]
+    rig.command(admit=refs[:1])
+    rig.command(admit=refs[1:], leader=refs[0])
+    rig.run()
+    assert [len(b.rows) for b in rig.backend.batches] == [1, 3]
+
+
+@DEPTHS
 def test_the_context_limit_ends_a_row(depth: int) -> None:
     rig = Rig(depth=depth, max_len=24)
     prompt = prompt_of(20)
@@ -208,6 +228,9 @@ def test_a_row_with_nan_fails_alone_and_is_not_cached(depth: int) -> None:
     again = rig.submit(prompt_of(12, seed=1), max_tokens=2, seed=1)
     rig.run()
     assert rig.slots.cached_tokens[again.index] == 0, "the failed row's KV was cached"
+    longer = rig.submit([*prompt_of(12, seed=2), *rig.output(refs[1]), 1], max_tokens=2, seed=2)
+    rig.run()
+    assert rig.slots.cached_tokens[longer.index] == 12, "only the prompt, shared before the row failed, may be cached"
 
 
 @DEPTHS

@@ -113,6 +113,34 @@ def test_least_recently_used_goes_first() -> None:
     assert sorted(tree.evict(9).indices.tolist()) == [10, 11, 30]
 
 
+def test_joining_keeps_the_age_of_the_longer_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radix, "SEAM", 3)
+    tree = RadixTree()
+    tree.insert(ints(range(10)), ints(range(10)))
+    tree.insert(ints([50, 51]), ints([50, 51]))
+    short = tree.match(ints(range(2))).node
+    tree.lock(short)
+    tree.unlock(short)
+    assert len(list(tree.nodes())) == 2, "the short head was joined again"
+    assert tree.evict(1).indices.tolist() == [9], "its use does not make the long rest young"
+
+
+def test_a_seam_is_closed_by_whichever_lock_goes_last() -> None:
+    for upper_first in (True, False):
+        tree = RadixTree()
+        tree.insert(ints(range(10)), ints(range(10)))
+        upper = tree.match(ints(range(10))).node
+        tree.lock(upper)
+        tree.insert(ints(range(20)), ints(range(20)))
+        lower = tree.match(ints(range(20))).node
+        tree.lock(lower)
+        assert upper is not lower
+        for node in (upper, lower) if upper_first else (lower, upper):
+            tree.unlock(node)
+        assert [len(node.run) for node in tree.nodes()] == [20]
+        tree.check()
+
+
 def test_eviction_cuts_ends_and_spares_locked_prefixes() -> None:
     tree = RadixTree()
     tree.insert(ints(range(10)), ints(range(10)))
