@@ -376,6 +376,32 @@ def test_connections_that_are_refused_do_not_pile_up(server: Http) -> None:
     assert len(established.stdout.splitlines()) <= 1
 
 
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"505"),
+        (
+            b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+            b"HTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n",
+            b"200",
+        ),
+        (
+            b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            b"400",
+        ),
+        (b"GET /health HTTP/1.1\r\nHost: x/v1/models?\r\n\r\n", b"200"),
+        (b"GET /v1/models HTTP/1.1\r\nHost: a\r\nX: " + b"v" * 17_000 + b"\r\n\r\n", b"431"),
+        (b"\x00\x01\r\n\r\n", b"400"),
+    ],
+    ids=["h2 preface", "h2c upgrade", "CL and TE", "host with a path", "large head", "junk"],
+)
+def test_the_wire(server: Http, request_bytes: bytes, status: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(request_bytes)
+        assert sock.recv(4096).startswith(b"HTTP/1.1 " + status)
+    assert httpx.get(server.url + "/health").status_code == 200
+
+
 def test_rows_of_a_dead_incarnation_are_aborted(tmp_path: Path) -> None:
     folder = MAKERS["byte_level"](tmp_path / "model")
     with socket.create_server(("127.0.0.1", 0)) as listener:
