@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,13 +106,21 @@ def _gguf(path: Path, name: str, report: Report) -> ModelSource:
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Run the converter on `path` into `folder`. Raises ConfigError with the converter's last line when it fails."""
+    """Run the converter on `path`; `folder` appears whole or not at all. Raises ConfigError with its last line."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder.parent}: cannot create the cache directory ({error.strerror})") from error
-    command = [*interpreter(), "-m", "inferserve.tokenize.gguf_convert", str(path), str(folder)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-        raise ConfigError(f"{path}: tokenizer and config cannot be read from the GGUF file: {lines[-1]}")
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder.parent) as temporary:
+        written = Path(temporary) / folder.name
+        command = [*interpreter(), "-m", "inferserve.tokenize.gguf_convert", str(path), str(written)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+            raise ConfigError(f"{path}: tokenizer and config cannot be read from the GGUF file: {lines[-1]}")
+        try:
+            written.rename(folder)
+        except OSError:
+            # Another launcher was faster: its result is as good. Anything else is a real failure.
+            if not (folder / CONVERTED_MARK).is_file():
+                raise

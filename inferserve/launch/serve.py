@@ -16,7 +16,7 @@ from inferserve.config import schema
 from inferserve.config.cli import Invocation
 from inferserve.config.resolve import resolve
 from inferserve.config.schema import ServerConfig
-from inferserve.errors import PeerGone
+from inferserve.errors import ConfigError, PeerGone
 from inferserve.launch.child import Wiring
 from inferserve.launch.family import Family
 from inferserve.launch.memory import check_memory
@@ -28,7 +28,8 @@ from inferserve.launch.supervisor import Hooks, State, Supervisor, Timing
 from inferserve.log import event
 from inferserve.protocol.boot import ROLE_ROUTER, process_name
 from inferserve.protocol.messages import RouterMessage, WorkerLost
-from inferserve.shm.slots import SEGMENT, SlotTable
+from inferserve.shm.segment import Segment
+from inferserve.shm.slots import SEGMENT, SlotTable, table_bytes
 from inferserve.transport.channel import Outbox
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,17 @@ def _since(began: float) -> float:
     return round(time.monotonic() - began, 2)
 
 
+def _slot_table(config: ServerConfig) -> tuple[SlotTable, Segment]:
+    try:
+        return SlotTable.create(config.slots, config.model.max_req_total_len)
+    except (OSError, ValueError) as error:  # address space, or a size that mmap does not take
+        size = table_bytes(config.slots, config.model.max_req_total_len)
+        raise ConfigError(
+            f"the request table of {size} bytes (--httpserver-workers x (--running-max-req-size + --max-queued-requests)"
+            f" rows of --max-req-total-len) cannot be mapped: {error}"
+        ) from error
+
+
 class _Service:
     """One boot: its sockets and segments, and what the supervisor reports to."""
 
@@ -72,7 +84,7 @@ class _Service:
         self._table = [(spec, spec.count(config)) for spec in table]
         began = time.monotonic()
         # Kept for the life of the service: a restarted process inherits the same descriptors.
-        self._slots, segment = SlotTable.create(config.slots, config.model.max_req_total_len)
+        self._slots, segment = _slot_table(config)
         self._inboxes: dict[str, socket.socket] = {}
         endpoints: dict[str, str] = {}
         for name in (process_name(spec.role, i) for spec, count in self._table for i in range(count)):

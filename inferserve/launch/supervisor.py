@@ -20,7 +20,7 @@ from inferserve.launch.child import ChildProcess
 from inferserve.launch.family import Exited, Family, Happening, Said, Signalled
 from inferserve.launch.processes import ProcessSpec
 from inferserve.log import event
-from inferserve.protocol.boot import ROLE_HTTP
+from inferserve.protocol.boot import ROLE_HTTP, process_name
 from inferserve.protocol.messages import Drain, Drained, Fault, Ready, ServiceReady, Stop
 
 log = logging.getLogger(__name__)
@@ -114,9 +114,8 @@ class Supervisor:
         try:
             for spec, count in table:
                 for index in range(count):
-                    self._family.start(spec, index, 1)
+                    self._start(spec, index, 1)
             event(log, "processes started", count=len(self._family))
-            self._hooks.changed(self._state, self._family)
             self._timers.after(self._timing.notice, self._notice)
             while len(self._family) or self._state is not State.STOPPING:
                 for happening in self._family.wait(self._timers.timeout()):
@@ -143,6 +142,13 @@ class Supervisor:
                 self._signalled(number)
 
     # ------------------------------------------------------------------------------------------------ start
+
+    def _start(self, spec: ProcessSpec, index: int, incarnation: int) -> None:
+        try:
+            self._family.start(spec, index, incarnation)
+        except OSError as error:  # no descriptors, processes or memory left
+            self._stop(EXIT_FAULT, f"{process_name(spec.role, index)} cannot be started: {error}")
+        self._hooks.changed(self._state, self._family)
 
     def _ready(self, child: ChildProcess) -> None:
         child.ready = True
@@ -196,8 +202,7 @@ class Supervisor:
 
     def _restart(self, dead: ChildProcess) -> None:
         if self._state is State.SERVING:
-            self._family.start(dead.spec, dead.boot.index, dead.boot.incarnation + 1)
-            self._hooks.changed(self._state, self._family)
+            self._start(dead.spec, dead.boot.index, dead.boot.incarnation + 1)
 
     # ------------------------------------------------------------------------------------------ drain and stop
 

@@ -1,16 +1,15 @@
 """`python -m inferserve.tokenize.gguf_convert FILE FOLDER`: what a GGUF says of tokenizer and config, as HF files.
 
-Runs once a file, in a process of its own, because transformers reads GGUF tokenizers only with torch loaded. FOLDER
-appears whole or not at all. The result is compared with the GGUF before it is kept: a tokenizer that is subtly wrong
-would serve subtly wrong text for ever.
+Runs once a file, in a process of its own, because transformers reads GGUF tokenizers only with torch loaded. The result
+is compared with the GGUF before it is written: a tokenizer that is subtly wrong would serve subtly wrong text for ever.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
-import shutil
+import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from inferserve.config.model_source import CONVERTED_MARK, CONVERTER_VERSION
 # Vocabularies trained on single digits; transformers knows no split for their names (llama.cpp: llama-vocab.cpp).
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_PR_SET_PDEATHSIG = 1
 _PROBE = "Hello, world!  It's 2024.\n\tdef f(x):\n        return x  # caf\u00e9 \u4f60\u597d \U0001f642"
 
 
@@ -36,25 +36,12 @@ def convert(path: Path, folder: Path) -> None:
     _fix_split(tokenizer, header)
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     _check(tokenizer, header)
-    temporary = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
-    try:
-        tokenizer.save_pretrained(str(temporary), save_jinja_files=False)
-        config.save_pretrained(str(temporary))
-        _complete_config(temporary / "config.json", header)
-        _write(temporary / "generation_config.json", _generation_config(header))
-        _write(temporary / CONVERTED_MARK, {"converter": CONVERTER_VERSION, "file": path.name})
-        _publish(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    """Move into place; when another process was faster, its result is as good."""
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if not (folder / CONVERTED_MARK).is_file():
-            raise
+    folder.mkdir()
+    tokenizer.save_pretrained(str(folder), save_jinja_files=False)
+    config.save_pretrained(str(folder))
+    _complete_config(folder / "config.json", header)
+    _write(folder / "generation_config.json", _generation_config(header))
+    _write(folder / CONVERTED_MARK, {"converter": CONVERTER_VERSION, "file": path.name})
 
 
 def _write(path: Path, body: dict[str, Any]) -> None:
@@ -117,7 +104,8 @@ def _check(tokenizer: Any, header: GgufHeader) -> None:
 
 
 def main() -> int:
-    """Entry point; problems are one line on stderr."""
+    """Entry point; problems are one line on stderr. Dies with the launcher that started it."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         convert(Path(sys.argv[1]), Path(sys.argv[2]))
     except Exception as error:  # the border of the process: whatever transformers raises is one line for the launcher

@@ -115,6 +115,19 @@ def test_too_many_slots_for_the_memory(tmp_path: Path) -> None:
     assert "needed" in line and "available" in line and "--max-queued-requests" in line
 
 
+def test_too_little_address_space(tmp_path: Path) -> None:
+    """14 GB of request table, of which one worker's 0.2 GB are ever used, under `ulimit -v` of 8 GB."""
+    model = write_model(tmp_path / "model")
+    flags = ["--running-max-req-size", "2000", "--httpserver-workers", "64", "--engine", "fake"]
+    command = ["prlimit", f"--as={8 * 2**30}", sys.executable, "-m", "inferserve", "serve", "--port", "0"]
+    env = {**os.environ, "INFERSERVE_RUN_DIR": str(tmp_path / "run"), "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--model-dir", str(model), *flags], capture_output=True, text=True, env=env, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert "request table" in done.stderr.splitlines()[-1] and "--httpserver-workers" in done.stderr.splitlines()[-1]
+
+
 def test_check_says_the_same(tmp_path: Path) -> None:
     (line,) = _serve(tmp_path, "--max-n", "0", command="check")
     assert line == "error: --max-n 0: must be in [1, 64]"

@@ -205,3 +205,14 @@ def test_the_next_boot_removes_what_a_dead_one_left_and_spares_the_living(folder
             assert second.end() == 0
         assert {p.name for p in first.runs.iterdir()} == alive
         assert first.status()["state"] == "serving"
+
+
+def test_the_foreground_role_keeps_the_terminal(folder: Path, model: Path) -> None:
+    with Launched(folder, model, "--foreground", "router") as launched:
+        launched.serving()
+        pids = launched.pids()
+        ours = os.getsid(launched.process.pid)
+        assert {name for name, pid in pids.items() if os.getsid(pid) == ours} == {"router"}
+        launched.process.send_signal(signal.SIGINT)
+        assert launched.end() == 0
+        assert _gone(list(pids.values()), 0)
