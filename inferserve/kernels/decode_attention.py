@@ -17,6 +17,8 @@ from inferserve.kernels.launch_config import decode_config, next_power_of_2
 _LEAST_DOT_ROWS = 16
 """tl.dot wants at least this many rows."""
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _decode_kernel(
@@ -70,13 +72,15 @@ def _decode_kernel(
         live = n < end
         token = tl.load(pages + n, mask=live, other=0).to(tl.int64) * kv_heads + kv_head
         key = tl.load(k_pool + token[None, :] * D + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
-        score = tl.dot(query, key, input_precision="ieee") * scale
+        score = tl.dot(query, key, input_precision="ieee")
         if SOFTCAP:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+            score = softcap * (2.0 * tl.sigmoid(2.0 * score * scale / softcap) - 1.0) * LOG2_E
+        else:
+            score = score * (scale * LOG2_E)
         score = tl.where(live[None, :], score, float("-inf"))
         peak = tl.maximum(best, tl.max(score, axis=1))
-        weight = tl.exp(score - peak[:, None])
-        decay = tl.exp(best - peak)
+        weight = tl.exp2(score - peak[:, None])
+        decay = tl.exp2(best - peak)
         value = tl.load(v_pool + token[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
         acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * decay + tl.sum(weight, axis=1)
@@ -89,7 +93,7 @@ def _decode_kernel(
     else:
         target = target * SPLITS + split
         tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=kept)
-        tl.store(part_lse + target, best + tl.log(total), mask=head < GROUP)
+        tl.store(part_lse + target, best + tl.log2(total), mask=head < GROUP)
 
 
 @triton.jit
@@ -116,7 +120,7 @@ def _combine_kernel(
         lse = tl.load(part_lse + target * SPLITS + split)
         value = tl.load(part + (target * SPLITS + split) * DV + dv, mask=dv < DV, other=0.0)
         peak = tl.maximum(best, lse)
-        decay, weight = tl.exp(best - peak), tl.exp(lse - peak)
+        decay, weight = tl.exp2(best - peak), tl.exp2(lse - peak)
         acc = acc * decay + value * weight
         total = total * decay + weight
         best = peak

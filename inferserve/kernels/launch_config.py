@@ -1,4 +1,4 @@
-"""Launch choices of the kernels as frozen rows. Measured numbers live here, not inside kernels; knows no tensors."""
+"""Launch choices of the kernels as frozen rows, measured on an H200. Knows no tensors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
     if itemsize > 2:
         return DecodeConfig(block_n=16, split=256, warps=4, stages=2)
     if head_dim <= 128:
-        return DecodeConfig(block_n=64, split=256, warps=4, stages=3)
+        return DecodeConfig(block_n=128, split=256, warps=4, stages=2)
     return DecodeConfig(block_n=32, split=256, warps=4, stages=2)
 
 
@@ -72,8 +72,10 @@ def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
         return PrefillConfig(block_m=32, block_n=16, warps=8, stages=2)
     if head_dim > 128:
         return PrefillConfig(block_m=64, block_n=32, warps=4, stages=2)
-    return PrefillConfig(block_m=128, block_n=64, warps=8, stages=3)
+    if head_dim <= 64:
+        return PrefillConfig(block_m=64, block_n=64, warps=4, stages=3)
+    return PrefillConfig(block_m=128, block_n=128, warps=8, stages=2)
 
 
-FILTER = FilterConfig(block=1024, warps=8)
+FILTER = FilterConfig(block=8192, warps=32)
 SILU_BLOCK = 1024

@@ -12,6 +12,69 @@ import triton.language as tl
 
 from inferserve.kernels.launch_config import next_power_of_2, prefill_config
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend_tile(
+    query: tl.tensor,
+    best: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    k_pool: tl.tensor,
+    v_pool: tl.tensor,
+    pages: tl.tensor,
+    key_start: tl.tensor,
+    end: tl.tensor,
+    position: tl.tensor,
+    kv_head: tl.tensor,
+    kv_heads: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """One step of the online softmax, in powers of two. Not MASKED: every query sees every key of the tile."""
+    n = key_start + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_BLOCK)
+    dv = tl.arange(0, DV_BLOCK)
+    live = n < end
+    slot = tl.load(pages + n, mask=live, other=0).to(tl.int64) * kv_heads + kv_head
+    k_at = k_pool + slot[None, :] * D + d[:, None]
+    v_at = v_pool + slot[:, None] * DV + dv[None, :]
+    if MASKED:
+        key = tl.load(k_at, mask=live[None, :] & (d < D)[:, None], other=0.0)
+        value = tl.load(v_at, mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+    else:
+        key = tl.load(k_at, mask=(d < D)[:, None], other=0.0)
+        value = tl.load(v_at, mask=(dv < DV)[None, :], other=0.0)
+    score = tl.dot(query, key, input_precision="ieee")
+    if SOFTCAP:
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score * scale / softcap) - 1.0) * LOG2_E
+    else:
+        score = score * (scale * LOG2_E)
+    if MASKED:
+        seen = live[None, :] & (n[None, :] <= position[:, None])
+        if window > 0:
+            seen = seen & (n[None, :] > position[:, None] - window)
+        score = tl.where(seen, score, float("-inf"))
+    peak = tl.maximum(best, tl.max(score, axis=1))
+    anchor = peak
+    if MASKED:
+        # A query whose window starts in a later tile has seen nothing yet: -inf - -inf must not become NaN.
+        anchor = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(score - anchor[:, None])
+    decay = tl.exp2(best - anchor)
+    acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+    total = total * decay + tl.sum(weight, axis=1)
+    return peak, total, acc
+
 
 @triton.jit
 def _prefill_kernel(
@@ -64,28 +127,19 @@ def _prefill_kernel(
     oldest = before + (tile * BLOCK_M) // GROUP
     begin = tl.maximum(oldest - window + 1, 0) if window > 0 else 0
     end = tl.minimum(before + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, length)
-    for key_start in range(begin, end, BLOCK_N):
-        n = key_start + tl.arange(0, BLOCK_N)
-        live = n < end
-        slot = tl.load(pages + n, mask=live, other=0).to(tl.int64) * kv_heads + kv_head
-        key = tl.load(k_pool + slot[None, :] * D + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
-        score = tl.dot(query, key, input_precision="ieee") * scale
-        if SOFTCAP:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-        seen = live[None, :] & (n[None, :] <= position[:, None])
-        if window > 0:
-            seen = seen & (n[None, :] > position[:, None] - window)
-        score = tl.where(seen, score, float("-inf"))
-        peak = tl.maximum(best, tl.max(score, axis=1))
-        # A query whose window starts in a later tile has seen nothing yet: -inf - -inf must not become NaN.
-        anchor = tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp(score - anchor[:, None])
-        decay = tl.exp(best - anchor)
-        value = tl.load(v_pool + slot[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
-        acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        total = total * decay + tl.sum(weight, axis=1)
-        best = peak
-    acc = acc / total[:, None]
+    # Tiles of keys that even the oldest query sees whole need no mask; with a window, every tile may need one.
+    diagonal = begin if window > 0 else (oldest + 1) // BLOCK_N * BLOCK_N
+    for key_start in range(begin, diagonal, BLOCK_N):
+        best, total, acc = _attend_tile(
+            query, best, total, acc, k_pool, v_pool, pages, key_start, end, position, kv_head, kv_heads,
+            scale, softcap, window, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, SOFTCAP, False,
+        )  # fmt: skip
+    for key_start in range(diagonal, end, BLOCK_N):
+        best, total, acc = _attend_tile(
+            query, best, total, acc, k_pool, v_pool, pages, key_start, end, position, kv_head, kv_heads,
+            scale, softcap, window, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, SOFTCAP, True,
+        )  # fmt: skip
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     target = ((start + token).to(tl.int64) * (kv_heads * GROUP) + head)[:, None] * DV + dv[None, :]
     tl.store(out + target, acc.to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
 

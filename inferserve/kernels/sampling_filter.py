@@ -1,8 +1,8 @@
 """Temperature, top-k, top-p, min-p and the draw, without sorting the vocabulary.
 
-Every filter is a threshold on z = max - logit / temperature, so the kept set is {z <= t}: tokens that tie at the
+Every filter is a threshold on z = (max - logit) / temperature, so the kept set is {z <= t}: tokens that tie at the
 threshold stay together. The kernel finds t by descending the bits of the float (ordered like integers, since z >= 0),
-four at a time, and draws by inverse transform in vocabulary order. One program handles one row and looks at nothing
+two at a time, and draws by inverse transform in vocabulary order. One program handles one row and looks at nothing
 else: a row's token is a function of its own logits, parameters and uniform number.
 
     keep_k = the top_k smallest z, ties included
@@ -48,62 +48,72 @@ class FilterParams:
 
 @triton.jit
 def _distance(
-    logits: tl.tensor, offset: tl.tensor, n: tl.tensor, temperature: tl.tensor, peak: tl.tensor, BLOCK: tl.constexpr
+    logits: tl.tensor, offset: tl.tensor, n: tl.tensor, inverse: tl.tensor, peak: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
     """z of one tile; entries past the end are +inf."""
     col = offset + tl.arange(0, BLOCK)
     value = tl.load(logits + col, mask=col < n, other=float("-inf")).to(tl.float32)
-    return peak - value / temperature
+    return (peak - value) * inverse
 
 
 @triton.jit
 def _threshold(
     logits: tl.tensor,
     n: tl.tensor,
-    temperature: tl.tensor,
+    inverse: tl.tensor,
     peak: tl.tensor,
     cap: tl.tensor,
     wanted: tl.tensor,
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Bits of the smallest t with measure({z <= t, z <= cap}) >= wanted; the measure is a count or a mass."""
-    digit = tl.arange(0, 16)
+    """Bits of the smallest t with measure({z <= t, z <= cap}) >= wanted; the measure is a count or a mass.
+
+    Each pass fixes two bits: it measures below three candidate bounds at once. Sums stay in per-thread vectors until
+    the end of the pass, since a reduction over the block in each tile costs more than the tile.
+    """
     prefix = 0
-    for level in range(8):
-        shift = 28 - 4 * level
-        upper = prefix | (digit << shift) | ((1 << shift) - 1)
-        measure = tl.zeros((16,), tl.float32)
+    for level in range(16):
+        shift = 30 - 2 * level
+        rest = (1 << shift) - 1
+        upper_0, upper_1, upper_2 = prefix | rest, prefix | (1 << shift) | rest, prefix | (2 << shift) | rest
+        sum_0 = tl.zeros((BLOCK,), tl.float32)
+        sum_1 = tl.zeros((BLOCK,), tl.float32)
+        sum_2 = tl.zeros((BLOCK,), tl.float32)
         for offset in range(0, n, BLOCK):
-            z = _distance(logits, offset, n, temperature, peak, BLOCK)
+            z = _distance(logits, offset, n, inverse, peak, BLOCK)
             bits = z.to(tl.int32, bitcast=True)
             weight = tl.where(z <= cap, tl.exp(-z), 0.0) if BY_MASS else tl.where(z < float("inf"), 1.0, 0.0)
-            measure += tl.sum(tl.where(bits[:, None] <= upper[None, :], weight[:, None], 0.0), axis=0)
-        # The largest digit needs no test. In the first level it is 7: z >= 0 never sets the sign bit.
-        largest = tl.where(shift == 28, 7, 15)
-        short = tl.sum(tl.where((measure < wanted) & (digit < largest), 1, 0), axis=0)
-        prefix = prefix | (short << shift)
+            sum_0 += tl.where(bits <= upper_0, weight, 0.0)
+            sum_1 += tl.where(bits <= upper_1, weight, 0.0)
+            sum_2 += tl.where(bits <= upper_2, weight, 0.0)
+        # z >= 0 never sets the sign bit, so the first digit is 0 or 1.
+        digit = tl.where(tl.sum(sum_0, axis=0) < wanted, 1, 0)
+        if level > 0:
+            digit += tl.where(tl.sum(sum_1, axis=0) < wanted, 1, 0)
+            digit += tl.where(tl.sum(sum_2, axis=0) < wanted, 1, 0)
+        prefix = prefix | (digit << shift)
     # Out of reach (rounding, or fewer than k possible tokens): everything is kept.
     return tl.minimum(prefix, 0x7F800000)
 
 
 @triton.jit
 def _mass(
-    logits: tl.tensor, n: tl.tensor, temperature: tl.tensor, peak: tl.tensor, limit: tl.tensor, BLOCK: tl.constexpr
+    logits: tl.tensor, n: tl.tensor, inverse: tl.tensor, peak: tl.tensor, limit: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Sum of exp(-z) over {z <= limit}, tiles added in order."""
-    total = 0.0
+    """Sum of exp(-z) over {z <= limit}."""
+    total = tl.zeros((BLOCK,), tl.float32)
     for offset in range(0, n, BLOCK):
-        z = _distance(logits, offset, n, temperature, peak, BLOCK)
-        total += tl.sum(tl.where(z <= limit, tl.exp(-z), 0.0), axis=0)
-    return total
+        z = _distance(logits, offset, n, inverse, peak, BLOCK)
+        total += tl.where(z <= limit, tl.exp(-z), 0.0)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
 def _draw(
     logits: tl.tensor,
     n: tl.tensor,
-    temperature: tl.tensor,
+    inverse: tl.tensor,
     peak: tl.tensor,
     limit: tl.tensor,
     target: tl.tensor,
@@ -114,16 +124,16 @@ def _draw(
     chosen = -1
     last = 0
     for offset in range(0, n, BLOCK):
-        z = _distance(logits, offset, n, temperature, peak, BLOCK)
+        z = _distance(logits, offset, n, inverse, peak, BLOCK)
         weight = tl.where(z <= limit, tl.exp(-z), 0.0)
         after = before + tl.sum(weight, axis=0)
-        col = offset + tl.arange(0, BLOCK)
-        last_here = tl.max(tl.where(weight > 0.0, col, -1), axis=0)
-        last = tl.maximum(last, last_here)
-        if (chosen < 0) & (after > target):
-            running = before + tl.cumsum(weight, axis=0)
-            first = tl.min(tl.where((running > target) & (weight > 0.0), col, n), axis=0)
-            chosen = tl.where(first < n, first, last_here)
+        if (chosen < 0) & (after > before):
+            col = offset + tl.arange(0, BLOCK)
+            last = tl.max(tl.where(weight > 0.0, col, -1), axis=0)
+            if after > target:
+                running = before + tl.cumsum(weight, axis=0)
+                first = tl.min(tl.where((running > target) & (weight > 0.0), col, n), axis=0)
+                chosen = tl.where(first < n, first, last)
         before = after
     return tl.where(chosen < 0, last, chosen)
 
@@ -143,26 +153,27 @@ def _filter_sample_kernel(
 ) -> None:
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
-    t = tl.load(temperature + row)
+    inverse = 1.0 / tl.load(temperature + row)
     k = tl.load(top_k + row)
     p = tl.load(top_p + row)
     m = tl.load(min_p + row)
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
     for offset in range(0, n, BLOCK):
-        peaks = tl.maximum(peaks, -_distance(logits, offset, n, t, 0.0, BLOCK))
+        col = offset + tl.arange(0, BLOCK)
+        peaks = tl.maximum(peaks, tl.load(logits + col, mask=col < n, other=float("-inf")).to(tl.float32))
     peak = tl.max(peaks, axis=0)
     limit = tl.full((), float("inf"), tl.float32)
     if k < n:
-        bits = _threshold(logits, n, t, peak, limit, k.to(tl.float32), False, BLOCK)
+        bits = _threshold(logits, n, inverse, peak, limit, k.to(tl.float32), False, BLOCK)
         limit = bits.to(tl.float32, bitcast=True)
     if p < 1.0:
-        wanted = p * _mass(logits, n, t, peak, limit, BLOCK)
-        bits = _threshold(logits, n, t, peak, limit, wanted, True, BLOCK)
+        wanted = p * _mass(logits, n, inverse, peak, limit, BLOCK)
+        bits = _threshold(logits, n, inverse, peak, limit, wanted, True, BLOCK)
         limit = tl.minimum(limit, bits.to(tl.float32, bitcast=True))
     if m > 0.0:
         limit = tl.minimum(limit, -tl.log(m))
-    target = tl.load(uniform + row) * _mass(logits, n, t, peak, limit, BLOCK)
-    tl.store(out + row, _draw(logits, n, t, peak, limit, target, BLOCK).to(tl.int64))
+    target = tl.load(uniform + row) * _mass(logits, n, inverse, peak, limit, BLOCK)
+    tl.store(out + row, _draw(logits, n, inverse, peak, limit, target, BLOCK).to(tl.int64))
 
 
 def filter_sample(logits: torch.Tensor, params: FilterParams, uniform: torch.Tensor) -> torch.Tensor:
@@ -246,8 +257,8 @@ def _wide_nucleus_ref(z: torch.Tensor, kept: torch.Tensor, wanted: torch.Tensor)
 
 def filter_sample_ref(logits: torch.Tensor, params: FilterParams, uniform: torch.Tensor) -> torch.Tensor:
     """Torch twin of `filter_sample`. Fast on the CPU; it waits for the device elsewhere."""
-    scaled = logits.float() / params.temperature[:, None]
-    z = scaled.amax(-1, keepdim=True) - scaled
+    raw = logits.float()
+    z = (raw.amax(-1, keepdim=True) - raw) * params.temperature.reciprocal()[:, None]
     weight = torch.exp(-z)
     if params.filtered:
         limit = torch.minimum(-torch.log(params.min_p)[:, None], thresholds_ref(z, weight, params))

@@ -175,14 +175,14 @@ class Sampler:
     def _draw(self, work: Tensor, state: NDArray[Any], out_position: Ints) -> Tensor:
         top_k = state["top_k"]
         by_k = top_k < self._vocab_size
-        numbers = self._upload(
-            np.stack((state["temperature"], state["top_p"], state["min_p"], uniform(state["seed"], out_position)))
-        )
+        # One upload for all: the integers travel as the bits of floats.
+        columns = (state["temperature"], state["top_p"], state["min_p"], uniform(state["seed"], out_position))
+        numbers = self._upload(np.stack((*columns, top_k.copy().view(np.float32))))
         params = FilterParams(
             temperature=numbers[0],
             top_p=numbers[1],
             min_p=numbers[2],
-            top_k=self._upload(top_k),
+            top_k=numbers[4].view(torch.int32),
             filtered=bool((by_k | (state["top_p"] < 1.0) | (state["min_p"] > 0.0)).any()),
             max_top_k=int(top_k[by_k].max(initial=0)),
         )
