@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from inferserve.layers.packed import packed, plain
+
 
 class Embedding(nn.Module):
     """Table [vocab, size]."""
@@ -24,8 +26,18 @@ class Head(nn.Module):
 
     def __init__(self, vocab: int, size: int, tied: Embedding | None) -> None:
         super().__init__()
-        self.weight = tied.weight if tied else nn.Parameter(torch.empty(vocab, size), requires_grad=False)
+        self.weight: nn.Parameter | None = (
+            tied.weight if tied else nn.Parameter(torch.empty(vocab, size), requires_grad=False)
+        )
+        self._matmul = plain(self.weight, None)
+
+    def pack(self) -> None:
+        """Lay the filled weight out for the device; see `Linear.pack`."""
+        assert self.weight is not None
+        matmul = packed(self.weight, None)
+        if matmul is not None:
+            self._matmul, self.weight = matmul, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[S, size] → [S, vocab], in the dtype of the weights."""
-        return functional.linear(x, self.weight)
+        return self._matmul(x)

@@ -10,6 +10,7 @@ from inferserve.kv.pool import KvShape
 from inferserve.layers.attention import Attention, AttentionShape
 from inferserve.layers.context import ForwardContext
 from inferserve.layers.embedding import Embedding, Head
+from inferserve.layers.linear import Linear
 from inferserve.layers.mlp import GatedMlp
 from inferserve.layers.norm import RmsNorm
 from inferserve.layers.rotary import Rotary, Rotation
@@ -63,6 +64,13 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.layers))
         self.norm = RmsNorm(spec.size, spec.norm_eps)
         self.head = Head(spec.vocab, spec.size, self.embedding if spec.tied else None)
+
+    def prepare(self, max_len: int, device: torch.device) -> None:
+        """After loading: weights laid out for the device, rotations for positions below `max_len`."""
+        for module in self.modules():
+            if isinstance(module, Linear | Head):
+                module.pack()
+        self.rotary.prepare(max_len, device)
 
     def forward(self, token_ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Int64 [T] → logits [S, vocab] of the tokens in `ctx.logits_index`."""

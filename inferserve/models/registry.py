@@ -113,7 +113,7 @@ def load_decoder(
         source = Safetensors(folder)
     with torch.inference_mode():
         load(source, wanted, optional, ignored)
-        model.rotary.prepare(max_len, device)
+        model.prepare(max_len, device)
     return model
 
 
