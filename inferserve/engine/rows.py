@@ -49,8 +49,9 @@ class EndRules:
         """bool [n]: `ids[i]`, output token number `positions[i]` of `rows[i]`, ends it. All int32 [n]."""
         known = np.clip(ids, 0, len(self.eos) - 1)
         stopped = self.eos[known] & ~self.ignore_eos[rows]
-        if self.stop_ids:
-            stopped |= [int(i) in self.stop_ids.get(r, ()) for r, i in zip(rows.tolist(), ids, strict=True)]
+        for row, own in self.stop_ids.items():
+            for at in np.flatnonzero(rows == row):
+                stopped[at] |= int(ids[at]) in own
         return stopped & (positions >= self.min_tokens[rows])
 
 

@@ -36,7 +36,7 @@ class StepBatch:
         positions: int32 [T], absolute positions.
         kv_index: int32 [T], where in the pool each token's K and V go.
         table: int32 [max_rows, max_len], page table: pool index of each position of each row (host copy, owned by the
-            ledger; valid for positions < kv_len). A device copy applies `table_updates`.
+            ledger; valid for positions < kv_len). A device copy follows it by `new_prefix` and `kv_index`.
         new_prefix: (row, length) of rows whose first `length` table entries were set since the last step (prefix hits
             and resumes); entries for this step's own tokens are `kv_index` at `positions`.
         sample: int32 [S], indexes into `rows` of those that sample a token in this step (decode rows and final

@@ -9,7 +9,7 @@ has O(n / SEAM) nodes however it was built.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +82,9 @@ class Evicted(NamedTuple):
 _NOTHING: Ints = np.zeros(0, dtype=np.int32)
 _NOTHING.flags.writeable = False
 
+_FEW = 64
+"""Dead entries of the eviction queue that are not worth a clean-up."""
+
 
 class RadixTree:
     """The tree. `total` tokens are cached, of which `pinned` cannot be evicted now."""
@@ -93,6 +96,7 @@ class RadixTree:
         self._pushes = 0
         self._root = Node(TokenRun(_NOTHING, _NOTHING), None, 0, 0)
         self._heap: list[tuple[int, int, Node]] = []
+        self._dead = 0
 
     # ------------------------------------------------------------------------------------------- look-up and locks
 
@@ -210,6 +214,8 @@ class RadixTree:
         for grandchild in node.children.values():
             grandchild.parent = node
         child.parent, child.children = None, {}
+        self._dead += child.queued
+        self._bury()
         self._offer(node)
 
     # ---------------------------------------------------------------------------------------------- eviction
@@ -222,7 +228,9 @@ class RadixTree:
         while short > 0 and self._heap:
             stamp, _, node = heappop(self._heap)
             node.queued = False
-            if stamp != node.stamp:
+            if node.parent is None:
+                self._dead -= 1
+            elif stamp != node.stamp:
                 self._offer(node)
             elif self._evictable(node):
                 take = min(short, len(node.run))
@@ -260,6 +268,13 @@ class RadixTree:
             node.queued = True
             heappush(self._heap, (node.stamp, self._pushes, node))
 
+    def _bury(self) -> None:
+        """Forget joined nodes once they are the larger part of the queue."""
+        if self._dead * 2 > len(self._heap) + _FEW:
+            self._heap = [entry for entry in self._heap if entry[2].parent is not None]
+            heapify(self._heap)
+            self._dead = 0
+
     # ---------------------------------------------------------------------------------------------- audits
 
     def nodes(self) -> Iterator[Node]:
@@ -295,3 +310,4 @@ class RadixTree:
                 assert node.queued == (id(node) in queued)
                 assert node.queued or not self._evictable(node), "an evictable leaf is not queued"
         assert (total, pinned) == (self.total, self.pinned)
+        assert self._dead == sum(node.parent is None for _, _, node in self._heap) <= len(self._heap) / 2 + _FEW

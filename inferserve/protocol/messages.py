@@ -169,7 +169,7 @@ class TextItem(msgspec.Struct, frozen=True, array_like=True):
 
     `finish` is a `Finish`; when not NONE this is the slot's last item and `stop_reason` names the stop string or the
     stop token id that matched, if one did. `tops` has one entry per token when logprob alternatives were asked for.
-    `cut` is set when a stop string removed already counted text: tokens up to `to_token` count as completion tokens.
+    Tokens up to `to_token` of the last item count as completion tokens, also where a stop string cut their text.
     """
 
     index: int

@@ -153,6 +153,9 @@ class Router:
             self._drop(ref)
         elif self._rows.find(ref.index) == ref:
             self._commands.abort(ref)
+        elif self._is_news(ref):
+            # Its Submit died with the worker that sent it, or comes later: either way it never runs.
+            self._drop(ref)
 
     def _engine_ready(self, message: EngineReady) -> None:
         schedule = self._config.schedule

@@ -320,7 +320,7 @@ def test_seed_does_not_depend_on_company(server: RunningServer) -> None:
     body = {**PROMPT, "temperature": 1.0, "seed": 11}
     alone = text_of(post(server, COMPLETIONS, body).json())
     crowd = post(server, COMPLETIONS, {**body, "prompt": [PROMPT["prompt"], "Red", "One two three", "In 1990"]}).json()
-    assert alone == text_of(post(server, COMPLETIONS, body).json())
+    assert text_of(crowd) == alone == text_of(post(server, COMPLETIONS, body).json())
     assert len(crowd["choices"]) == 4
 
 

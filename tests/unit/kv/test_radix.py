@@ -226,3 +226,15 @@ def test_a_short_remainder_does_not_keep_a_long_buffer_alive() -> None:
     assert node.run.tokens.base is not None and node.run.tokens.base.size < 100
     assert tree.insert(tokens[:20], tokens[:20]).present == 10
     assert tree.match(tokens).indices.tolist() == list(range(20))
+
+
+def test_the_eviction_queue_stays_small_without_pressure() -> None:
+    """The same prompt again and again splits and joins its node; the queue must not remember each time."""
+    tree = RadixTree()
+    prompt = np.arange(100, dtype=np.int32)
+    tree.insert(prompt, prompt)
+    for _ in range(2000):
+        match = tree.match(prompt[:-1])
+        tree.lock(match.node)
+        tree.unlock(match.node)
+    tree.check()

@@ -233,3 +233,14 @@ def test_one_status_line_an_interval_while_busy(caplog: pytest.LogCaptureFixture
             world.tell()
         assert len([r for r in caplog.records if r.getMessage() == "status"]) <= 3
         assert world.gauges()["gen_throughput"] == 0
+
+
+def test_an_aborted_slot_that_was_never_submitted_is_forgotten() -> None:
+    """A worker died between taking the slot and sending Submit; its successor aborts what it finds."""
+    world = World()
+    ref = world.slot(0)
+    world.http.cancelled[0] = 1
+    world.tell(Abort((ref,)))
+    assert world.http.router_done[0] == ref.generation
+    assert world.tell(Submit((ref,))) is None
+    assert world.router.idle and len(world.dropped) == 1
