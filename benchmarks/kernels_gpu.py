@@ -20,21 +20,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import msgspec
 import numpy as np
 import torch
 import triton
 from triton.testing import do_bench, do_bench_cudagraph
 
-from inferserve.attention.base import AttentionBatch, LayerSpec
+from benchmarks.kernel_inputs import (
+    BF16,
+    DEVICE,
+    make_pages,
+    mixed_batch,
+    poison,
+    ragged,
+    random,
+    run_decode,
+    run_prefill,
+    sampling_mix,
+)
+from inferserve.attention.base import LayerSpec
 from inferserve.attention.registry import make_attention
 from inferserve.kernels import activation, decode_attention, kv_write, norm, prefill_attention, rotary
-from inferserve.kv.pool import KvPool, KvShape
+from inferserve.kv.pool import KvShape
 from inferserve.protocol.sampling import SamplingParams
 from inferserve.sampling.sampler import Sampler
 
-DEVICE = torch.device("cuda")
-BF16 = torch.bfloat16
 TOLERANCE = 1e-2
 """Largest ||out - ref|| / ||ref|| in bf16: a rounding of the operands and one of the result."""
 
@@ -80,18 +89,6 @@ class Floors:
         return (memory, "memory") if memory >= arithmetic else (arithmetic, "matmul")
 
 
-def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Fresh standard normal numbers at each call."""
-    return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(dtype)
-
-
-def poison() -> None:
-    """Fill the allocator's free memory with NaN, so that an output element that nobody writes shows."""
-    for size in (2**16, 2**20, 2**24, 2**28):
-        blocks = [torch.full((size // 4,), torch.nan, device=DEVICE) for _ in range(4)]
-        del blocks
-
-
 def measure_floors() -> Floors:
     """A copy and a matrix product far larger than the caches, on random data."""
     source = random(2**31)
@@ -102,81 +99,6 @@ def measure_floors() -> Floors:
     a, b = random(8192, 8192), random(8192, 8192)
     matmul_ms = do_bench(partial(torch.matmul, a, b), return_mode="median")
     return Floors(moved / copy_ms * 1e3, 2 * 8192**3 / matmul_ms * 1e3)
-
-
-@dataclass(frozen=True)
-class Pages:
-    """A pool with ragged rows at shuffled pages; unused entries are NaN."""
-
-    pool: KvPool
-    table: torch.Tensor
-    rows: torch.Tensor
-    kv_len: torch.Tensor
-    query_start: torch.Tensor
-    lengths: list[tuple[int, int]]
-
-    @property
-    def kv_tokens(self) -> int:
-        """Over all rows."""
-        return sum(n for _, n in self.lengths)
-
-
-def make_pages(lengths: list[tuple[int, int]], shape: KvShape) -> Pages:
-    """From (query length, kv length) rows."""
-    total = sum(n for _, n in lengths)
-    pool = KvPool((shape,), total + 1000, BF16, DEVICE)
-    order = torch.randperm(total + 1000, device=DEVICE)[:total]
-    for tensor in (pool.k[0], pool.v[0]):
-        tensor.fill_(torch.nan)
-        tensor[order] = random(total, *tensor.shape[1:])
-    table = torch.full((len(lengths), max(n for _, n in lengths)), 2**30, dtype=torch.int32, device=DEVICE)
-    taken = 0
-    rows = torch.randperm(len(lengths))
-    for row, (_, n) in zip(rows.tolist(), lengths, strict=True):
-        table[row, :n] = order[taken : taken + n]
-        taken += n
-    starts = np.cumsum([0, *(q for q, _ in lengths)])
-    return Pages(
-        pool,
-        table,
-        rows.to(DEVICE, torch.int32),
-        torch.tensor([n for _, n in lengths], dtype=torch.int32, device=DEVICE),
-        torch.from_numpy(starts).to(DEVICE, torch.int32),
-        lengths,
-    )
-
-
-def ragged(count: int, mean: int) -> list[tuple[int, int]]:
-    """Decode rows of uniform lengths around a mean."""
-    return [(1, int(n)) for n in np.random.default_rng().integers(1, 2 * mean, count)]
-
-
-def run_decode(op: Callable[..., None], pages: Pages, q: torch.Tensor, **options: float) -> torch.Tensor:
-    """Decode attention into a poisoned output."""
-    out = torch.full((*q.shape[:2], pages.pool.v[0].shape[2]), torch.nan, dtype=BF16, device=DEVICE)
-    longest = max(n for _, n in pages.lengths)
-    pool = pages.pool
-    op(q, pool.k[0], pool.v[0], pages.table, pages.rows, pages.kv_len, out, max_kv_len=longest, **options)
-    return out
-
-
-def run_prefill(op: Callable[..., None], pages: Pages, q: torch.Tensor, **options: float) -> torch.Tensor:
-    """Prefill attention into a poisoned output."""
-    out = torch.full((*q.shape[:2], pages.pool.v[0].shape[2]), torch.nan, dtype=BF16, device=DEVICE)
-    longest, pool = max(n for n, _ in pages.lengths), pages.pool
-    op(
-        q,
-        pool.k[0],
-        pool.v[0],
-        pages.table,
-        pages.rows,
-        pages.query_start,
-        pages.kv_len,
-        out,
-        max_query_len=longest,
-        **options,
-    )
-    return out
 
 
 class Checks:
@@ -282,40 +204,6 @@ class Checks:
         broken[5, 77] = torch.nan
         failed = cuda.sample(broken, numbers, numbers * 0 + 1).failed.nonzero().flatten().tolist()
         self.done.append(Check("sampler: a NaN row fails alone", 0.0, failed == [5]))
-
-
-def mixed_batch(pages: Pages, num_decode: int) -> AttentionBatch:
-    """The pages as a step."""
-    query_len, kv_len = zip(*pages.lengths, strict=True)
-    last = [pages.table[row, n - q : n] for row, (q, n) in zip(pages.rows.tolist(), pages.lengths, strict=True)]
-    return AttentionBatch(
-        rows=pages.rows,
-        num_decode=num_decode,
-        query_start=pages.query_start,
-        kv_len=pages.kv_len,
-        positions=torch.cat([torch.arange(n - q, n, device=DEVICE) for q, n in pages.lengths]),
-        kv_index=torch.cat(last).to(torch.int64),
-        table=pages.table,
-        max_query_len=max(query_len),
-        max_kv_len=max(kv_len),
-        query_len_host=query_len,
-        kv_len_host=kv_len,
-    )
-
-
-def sampling_mix(row: int) -> SamplingParams:
-    """Params of all kinds, by row."""
-    kinds = (
-        SamplingParams(temperature=0.0),
-        SamplingParams(logprobs=0),
-        SamplingParams(temperature=0.8, top_p=0.9),
-        SamplingParams(temperature=1.2, top_k=50, logprobs=5),
-        SamplingParams(temperature=0.0, repetition_penalty=1.2, logprobs=2),
-        SamplingParams(temperature=0.7, top_k=20, top_p=0.8, min_p=0.02),
-        SamplingParams(temperature=0.9, frequency_penalty=0.5, presence_penalty=0.3, logit_bias={11: 3.0}),
-        SamplingParams(temperature=0.0, min_tokens=3, max_tokens=9, stop_token_ids=(9,)),
-    )
-    return msgspec.structs.replace(kinds[row % len(kinds)], seed=row)
 
 
 class Timings:
@@ -441,7 +329,7 @@ def main() -> int:
         part()
     bad = [c for c in checks.done if not c.passed]
     result: dict[str, object] = {
-        "command": "python benchmarks/kernels_gpu.py " + " ".join(sys.argv[1:]),
+        "command": "python benchmarks/kernels_gpu.py" + (" --no-timing" if args.no_timing else ""),
         "device": torch.cuda.get_device_name(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "checks": [dataclasses.asdict(c) for c in checks.done],

@@ -49,6 +49,9 @@ _ROW = np.dtype(
 )
 """What the host knows of a row; `drawn` = not greedy, `logprobs` = alternatives wanted, -1 for no logprobs at all."""
 
+_CLOSED = np.array((0, 1, 0, 1, 0, False, False, False, 0, -1), _ROW)
+"""A row that nobody holds is plain greedy."""
+
 
 @dataclass(frozen=True)
 class Tops:
@@ -90,7 +93,7 @@ class Sampler:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, eos_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._rows = np.zeros(max_rows, _ROW)
+        self._rows = np.full(max_rows, _CLOSED)
         self._edits = TokenEdits(vocab_size, eos_ids)
         self._penalties = Penalties(vocab_size, device)
         self._filter_sample = kernels_for(device).filter_sample
@@ -119,6 +122,7 @@ class Sampler:
 
     def close_row(self, row: int) -> None:
         """The sequence left `row`."""
+        self._rows[row] = _CLOSED
         self._edits.close(row)
         self._penalties.close(row)
 
@@ -134,7 +138,8 @@ class Sampler:
         masked = out_position < state["min_tokens"]
         edited = state["biased"] | state["penalised"] | masked
         special = np.flatnonzero(edited | state["drawn"])
-        token_ids, peak = argmax_rows(logits) if len(special) < len(rows) else (None, logits.amax(-1))
+        everyone = len(special) == len(rows) > 0
+        token_ids, peak = (None, logits.amax(-1)) if everyone else argmax_rows(logits)
         if len(special):
             work = self._edit(logits, special, rows, state, masked) if edited.any() else take(logits, special)
             chosen = self._choose(work, state[special], out_position[special])

@@ -315,3 +315,17 @@ def test_a_nucleus_of_thousands_of_tokens(top_p: float) -> None:
         sampler.open_row(0, params, NO_TOKENS, NO_TOKENS)
         token = int(sampler.sample(logits, ints(0), ints(0)).token_ids)
         assert token == naive_token(logits[0], params, NO_TOKENS, [])
+
+
+def test_a_step_may_sample_nothing() -> None:
+    sampled = make().sample(torch.empty(0, VOCAB), NO_TOKENS, NO_TOKENS)
+    assert sampled.token_ids.shape == sampled.logprobs.shape == sampled.failed.shape == (0,)
+    assert sampled.tops is None
+
+
+def test_a_closed_row_is_plain_greedy() -> None:
+    """Under one step ahead a step may still name a row whose sequence has just left."""
+    sampler, logits = make(), logits_of(1)
+    sampler.open_row(0, params_list()[8], prompt_of(5), ints(1))
+    sampler.close_row(0)
+    assert int(sampler.sample(logits, ints(0), ints(1)).token_ids) == int(logits.argmax())
