@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import selectors
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -112,9 +113,11 @@ class Family:
         for child in self:
             child.kill()
 
-    def close(self) -> None:
-        """Kill and collect what is left."""
+    def close(self, timeout_s: float = 2.0) -> list[str]:
+        """Kill and collect what is left; returns the names of those that not even that ends (stuck in a driver)."""
         self.kill()
-        for child in self:
-            self._bury(child)
+        deadline = time.monotonic() + timeout_s
+        while len(self) and time.monotonic() < deadline:
+            self.wait(deadline - time.monotonic())
         self._selector.close()
+        return [child.name for child in self]

@@ -106,6 +106,7 @@ class Supervisor:
         self._timers = Timers()
         self._deaths: dict[str, list[float]] = {}
         self._state = State.STARTING
+        self._killed = False
         self._exit_code = EXIT_OK
         self._last_words = ""
 
@@ -117,12 +118,14 @@ class Supervisor:
                     self._start(spec, index, 1)
             event(log, "processes started", count=len(self._family))
             self._timers.after(self._timing.notice, self._notice)
-            while len(self._family) or self._state is not State.STOPPING:
+            while self._state is not State.STOPPING or (len(self._family) and not self._killed):
                 for happening in self._family.wait(self._timers.timeout()):
                     self._handle(happening)
                 self._timers.fire()
         finally:
-            self._family.close()
+            stuck = self._family.close()
+        if stuck:
+            log.error("not even SIGKILL ends %s", ", ".join(stuck))
         if self._last_words:
             log.error(self._last_words)
         return self._exit_code
@@ -209,7 +212,7 @@ class Supervisor:
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._state is State.STOPPING:
-            self._family.kill()
+            self._kill()
         elif number == signal.SIGTERM and self._state is State.SERVING:
             event(log, "draining", signal=name, seconds=self._timing.drain)
             self._enter(State.DRAINING)
@@ -241,7 +244,11 @@ class Supervisor:
         self._exit_code, self._last_words = exit_code, last_words
         self._enter(State.STOPPING)
         self._family.tell(Stop())
-        self._timers.after(self._timing.stop, self._family.kill)
+        self._timers.after(self._timing.stop, self._kill)
+
+    def _kill(self) -> None:
+        """Patience is over: `run` ends, and collects what it can."""
+        self._killed = True
 
     def _enter(self, state: State) -> None:
         self._state = state
