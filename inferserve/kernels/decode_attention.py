@@ -2,8 +2,8 @@
 
 Each program reads one KV head of one fixed-length stretch of one row's context, with all query heads of the group as
 the rows of its tile (grouped-query attention, arXiv 2305.13245; split over keys as in Flash-Decoding, Dao et al. 2023).
-A second kernel joins the stretches by their log-sum-exp. Stretches are cut at fixed distances from the row's first
-visible key, so a row's result does not depend on its neighbours.
+A second kernel joins the stretches by their log-sum-exp. How long a stretch is follows from the row's own length, so
+its result does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ _LEAST_DOT_ROWS = 16
 """tl.dot wants at least this many rows."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _stretch(visible: tl.tensor, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr) -> tl.tensor:
+    """Keys per program of a row: SPLIT, or the multiple of it that needs no more than MAX_SPLITS programs."""
+    return tl.cdiv(tl.cdiv(visible, MAX_SPLITS), SPLIT) * SPLIT
 
 
 @triton.jit
@@ -46,6 +52,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -54,8 +61,9 @@ def _decode_kernel(
     kv_heads = tl.num_programs(1)
     length = tl.load(kv_len + row)
     first = tl.maximum(length - window, 0) if window > 0 else 0
-    begin = first + split * SPLIT
-    end = tl.minimum(begin + SPLIT, length)
+    stretch = _stretch(length - first, SPLIT, MAX_SPLITS)
+    begin = first + split * stretch
+    end = tl.minimum(begin + stretch, length)
     if begin >= length:
         return
     pages = table + tl.load(rows + row).to(tl.int64) * table_stride
@@ -107,6 +115,7 @@ def _combine_kernel(
     DV_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     target = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -116,7 +125,7 @@ def _combine_kernel(
     best = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     acc = tl.zeros((DV_BLOCK,), tl.float32)
-    for split in range(tl.cdiv(visible, SPLIT)):
+    for split in range(tl.cdiv(visible, _stretch(visible, SPLIT, MAX_SPLITS))):
         lse = tl.load(part_lse + target * SPLITS + split)
         value = tl.load(part + (target * SPLITS + split) * DV + dv, mask=dv < DV, other=0.0)
         peak = tl.maximum(best, lse)
@@ -161,7 +170,7 @@ def decode_attention(
     config = decode_config(max(head_dim, value_dim), q.element_size())
     splits = triton.cdiv(min(max_kv_len, window) if window else max_kv_len, config.split)
     # Few distinct numbers of splits, since each is a compilation of its own.
-    splits = next_power_of_2(splits)
+    splits = min(next_power_of_2(splits), config.max_splits)
     part = part_lse = out
     if splits > 1:
         part = torch.empty((count, q_heads, splits, value_dim), dtype=torch.float32, device=q.device)
@@ -191,6 +200,7 @@ def decode_attention(
         BLOCK_N=config.block_n,
         SPLIT=config.split,
         SPLITS=splits,
+        MAX_SPLITS=config.max_splits,
         SOFTCAP=softcap > 0,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -206,6 +216,7 @@ def decode_attention(
             DV_BLOCK=next_power_of_2(value_dim),
             SPLIT=config.split,
             SPLITS=splits,
+            MAX_SPLITS=config.max_splits,
             num_warps=2,
         )
 

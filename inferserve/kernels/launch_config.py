@@ -15,16 +15,18 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Decode attention: KV tokens per tile, KV tokens per program (`split`), warps, pipeline depth.
+    """Decode attention: KV tokens per tile, fewest KV tokens per program (`split`), warps, pipeline depth, and most
+    programs per row and KV head, which bounds the space for their results.
 
-    `split` is fixed rather than chosen from the batch, so that a row's sums are formed in the same order whatever
-    else runs beside it.
+    How a row is split follows from its own length, not from the batch, so that its sums are formed in the same order
+    whatever else runs beside it.
     """
 
     block_n: int
     split: int
     warps: int
     stages: int
+    max_splits: int = 32
 
 
 @dataclass(frozen=True)

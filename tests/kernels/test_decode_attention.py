@@ -57,8 +57,9 @@ def test_values_may_have_another_size(device: torch.device) -> None:
 
 def test_a_rows_result_does_not_depend_on_its_neighbours(device: torch.device) -> None:
     """Bit for bit, also when a longer neighbour makes the context be split."""
-    split = decode_config(64, 4).split
-    rows = [(1, split - 5), (1, 2 * split + 3), (1, 3)]
+    config = decode_config(64, 4)
+    split, most = config.split, config.split * config.max_splits
+    rows = [(1, split - 5), (1, 2 * split + 3), (1, 3), (1, most + 7)]
     step = step_of(rows, KvShape(2, 64), 4, torch.float32, device)
     together = run(decode_attention, step, scale=0.125)
     batch = step.batch
@@ -76,6 +77,13 @@ def test_a_rows_result_does_not_depend_on_its_neighbours(device: torch.device) -
             scale=0.125,
         )
         assert torch.equal(alone[0], together[r])
+
+
+def test_a_context_beyond_the_most_splits(device: torch.device) -> None:
+    config = decode_config(32, 4)
+    step = step_of([(1, config.split * config.max_splits * 2 + 100), (1, 5)], KvShape(1, 32), 2, torch.float32, device)
+    options = {"scale": 0.3}
+    assert_matches(run(decode_attention, step, **options), run(decode_attention_ref, step, **options), torch.float32)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 2.0}], ids=str)
