@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
-from numpy.typing import NDArray
 
 from inferserve.config.schema import ServerConfig
 from inferserve.engine.step import BackendFacts, Ints, StepBatch, StepResult, TopAlternatives
 from inferserve.errors import ConfigError
 from inferserve.protocol.sampling import SamplingParams
+from inferserve.protocol.seeds import GOLDEN, Words, mix
 from inferserve.tokenize.load import Tokenizer, load_tokenizer
 
 DEFAULT_KV_TOKENS = 1 << 20
 
-Words = NDArray[np.uint64]
 Clock = Callable[[], float]
 
 
@@ -40,13 +39,6 @@ def printable_ids(tokenizer: Tokenizer, vocab_size: int) -> Ints:
         if text and text.isprintable():
             found.append(token_id)
     return np.array(found, dtype=np.int32)
-
-
-def mix(words: Words) -> Words:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014), elementwise."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -114,8 +106,7 @@ class FakeBackend:
     def launch(self, batch: StepBatch) -> FakeStep:
         """Start a step when the pretended device is done with those before."""
         rows = batch.rows[batch.sample]
-        golden = np.uint64(0x9E3779B97F4A7C15)
-        words = mix(self._base[rows] + (batch.out_position.astype(np.uint64) + np.uint64(1)) * golden)
+        words = mix(self._base[rows] + (batch.out_position.astype(np.uint64) + np.uint64(1)) * GOLDEN)
         picks = (words % np.uint64(len(self._vocabulary))).astype(np.int64)
         wants = self._alternatives[rows]
         logprobs = np.full(len(rows), np.nan, dtype=np.float32)

@@ -33,6 +33,7 @@ class GenerateRequest:
         n: sequences of each prompt. Choice number = prompt number * n + sequence number.
         params: validated. `max_tokens` is clipped to what each prompt leaves of the context; sibling i of a prompt gets
             a seed made from `seed` and i.
+        drawn_seed: `seed` is not the client's, so choices are numbered over all prompts and equal ones draw differently.
         want_tokens: pieces carry ids and logprobs.
         request_id, session_id: for the log. `name` is the public id (`chatcmpl-…`).
         arrival_ns: CLOCK_MONOTONIC when the request arrived.
@@ -41,6 +42,7 @@ class GenerateRequest:
     prompts: tuple[list[int], ...]
     params: SamplingParams
     n: int = 1
+    drawn_seed: bool = False
     want_tokens: bool = False
     request_id: str = ""
     session_id: str = ""

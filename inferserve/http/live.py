@@ -33,12 +33,12 @@ from inferserve.http.slot_client import SlotClient
 from inferserve.log import event
 from inferserve.metrics.requests import RequestMeter, RequestMetrics
 from inferserve.protocol.messages import Abort, Dropped, Finish, SlotRef, Submit, TextItem
+from inferserve.protocol.seeds import sibling_seed
 
 log = logging.getLogger(__name__)
 
 _GRAVITY = (Finish.NONE, Finish.STOP, Finish.LENGTH, Finish.ABORT, Finish.ERROR)
 _REASONS = ("stop", "stop", "length", "abort", "error")
-_MASK64 = 2**64 - 1
 _TOO_LONG_CODES = frozenset({"never_fits", "context_length_exceeded"})
 
 
@@ -106,8 +106,8 @@ class LiveRequests:
         generation = Generation(request, partial(self._close, runs))
         with self._slots.take(len(request.prompts) * n) as claim:
             groups = [claim.refs[i : i + n] for i in range(0, len(claim.refs), n)]
-            for prompt, refs in zip(request.prompts, groups, strict=True):
-                self._fill(request, prompt, refs)
+            for number, refs in enumerate(groups):
+                self._fill(request, number, refs)
             try:
                 for number, refs in enumerate(groups):
                     self._router.send(Submit(refs))
@@ -167,10 +167,11 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._live)
 
-    def _fill(self, request: GenerateRequest, prompt: list[int], refs: tuple[SlotRef, ...]) -> None:
-        ids = np.asarray(prompt, np.int32)
-        max_tokens = min(request.params.max_tokens, self._context - len(prompt))
-        for number, ref in enumerate(refs):
+    def _fill(self, request: GenerateRequest, prompt: int, refs: tuple[SlotRef, ...]) -> None:
+        ids = np.asarray(request.prompts[prompt], np.int32)
+        max_tokens = min(request.params.max_tokens, self._context - len(ids))
+        first = prompt * request.n if request.drawn_seed else 0
+        for number, ref in enumerate(refs, first):
             params = msgspec.structs.replace(
                 request.params,
                 max_tokens=max_tokens,
@@ -264,16 +265,6 @@ class LiveRequests:
             self._router.send(Abort(refs))
         except PeerGone as gone:  # the `cancelled` column says it too
             event(log, "abort not sent", logging.WARNING, reason=str(gone))
-
-
-def sibling_seed(seed: int, number: int) -> int:
-    """The seed of sibling `number`, 0..2^63-1; sibling 0 keeps `seed`. SplitMix64 (Steele et al., OOPSLA 2014)."""
-    if number == 0:
-        return seed
-    z = (seed + number * 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return (z ^ (z >> 31)) >> 1
 
 
 def _ended(item: TextItem) -> RequestError:

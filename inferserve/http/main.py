@@ -187,8 +187,8 @@ class Worker:
         match message:
             case ServiceReady():
                 serving.ready = True
-            case Drain():
-                event(log, "draining", in_flight=serving.in_flight)
+            case Drain(seconds):
+                event(log, "draining", in_flight=serving.in_flight, seconds=seconds)
                 serving.drain()
             case _:
                 pass

@@ -37,6 +37,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None, []),
     "input_penalty": (None, False),
     "print_eos_token": (None, False),
+    "add_spaces_between_special_tokens": (None, True),
 }
 
 
@@ -75,7 +76,6 @@ class Parameters(Body):
     stop_sequences: Annotated[Stops, PlainValidator(_check_stops, json_schema_input_type=Stops)] = None
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
-    add_spaces_between_special_tokens: bool = True
     return_details: bool = False
 
 
@@ -154,7 +154,6 @@ def params_of(body: NativeBody, limits: Limits, tokenizer: TextTokenizer, *, log
         ignore_eos=given.ignore_eos,
         logprobs=0 if logprobs else None,
         skip_special_tokens=given.skip_special_tokens,
-        spaces_between_special_tokens=given.add_spaces_between_special_tokens,
     ).validate(limits.vocab_size)
 
 
@@ -221,9 +220,16 @@ class NativeEvents:
 class NativeAnswer:
     """`WholeFormat` of /generate: lists when there are several sequences, scalars else."""
 
-    def __init__(self, return_details: bool, special: frozenset[int]) -> None:
+    def __init__(self, return_details: bool, prompt_tokens: int, special: frozenset[int]) -> None:
         self._return_details = return_details
+        self._prompt_tokens = prompt_tokens
         self._special = special
+
+    def details(self, piece: Piece) -> Mapping[str, list[Any]] | None:
+        """`tokens`, if asked for."""
+        if piece.details is None:
+            return None
+        return {"tokens": _tokens(piece.details, piece.text, piece.tokens, self._prompt_tokens, self._special)}
 
     def answer(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body."""
@@ -239,14 +245,8 @@ class NativeAnswer:
             "prompt_tokens": usage.prompt_tokens,
         }
         if self._return_details:
-            out["tokens"] = each(lambda choice: self._choice_tokens(choice, usage.prompt_tokens))
+            out["tokens"] = each(lambda choice: choice.details["tokens"] if choice.details else [])
         out["input_usage"] = _input_usage(usage.prompt_tokens)
-        return out
-
-    def _choice_tokens(self, choice: Choice, prompt_tokens: int) -> list[dict[str, Any]]:
-        out: list[dict[str, Any]] = []
-        for details, text in choice.parts:
-            out += _tokens(details, text, len(out) + len(details.ids), prompt_tokens, self._special)
         return out
 
 
@@ -284,7 +284,7 @@ def routes(service: GenerationService) -> APIRouter:
     async def generate(request: Request) -> Response:
         """Continue `inputs`; answers when all is there."""
         body, wanted = await prepare(request, streamed=False)
-        answer = NativeAnswer(body.parameters.return_details, service.tokenizer.special_ids)
+        answer = NativeAnswer(body.parameters.return_details, len(wanted.prompts[0]), service.tokenizer.special_ids)
         return WholeResponse(service, wanted, answer)
 
     @router.post("/generate_stream", response_class=Response)

@@ -29,8 +29,8 @@ class TextTokenizer(Protocol):
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`."""
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Raw bytes of one id."""
+    def token_bytes(self, token_id: int, first: bool = False) -> bytes:
+        """Raw bytes of one id, as the first of a text or inside it."""
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,9 +17,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inferserve.errors import RequestError, RequestFailed
+from inferserve.errors import InvalidRequest, RequestError, RequestFailed
 from inferserve.http import problems
-from inferserve.http.generation import Disconnected, GenerateRequest, Generation, Piece, TokenDetails, Usage
+from inferserve.http.generation import Disconnected, GenerateRequest, Generation, Piece, Usage
 from inferserve.http.service import GenerationService
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 # Where a route leaves its GenerationResponse in the scope's state.
 PENDING = "generation_response"
 DONE = b"data: [DONE]\n\n"
+# What an unstreamed answer may hold of its tokens (logprobs); 20 alternatives take 1.5 KB a token.
+MAX_DETAILS_BYTES = 64 * 2**20
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -51,10 +53,10 @@ class EventFormat(Protocol):
 
 @dataclass(slots=True)
 class Choice:
-    """All of one choice. `parts` are tokens and the text they came with, if tokens were wanted."""
+    """All of one choice. What is said of its tokens is kept as JSON: a twentieth of the size of its objects."""
 
     texts: list[str] = field(default_factory=list)
-    parts: list[tuple[TokenDetails, str]] = field(default_factory=list)
+    lists: dict[str, list[bytes]] = field(default_factory=dict)
     tokens: int = 0
     finish: int = 0
     stop_reason: str | int | None = None
@@ -64,19 +66,33 @@ class Choice:
         """Its text."""
         return "".join(self.texts)
 
-    def add(self, piece: Piece) -> None:
-        """Take in one piece."""
+    @property
+    def details(self) -> dict[str, msgspec.Raw] | None:
+        """The joined lists of its tokens by name, ready to be encoded; None if tokens were not asked for."""
+        joined = {name: msgspec.Raw(b"[" + b",".join(parts) + b"]") for name, parts in self.lists.items()}
+        return joined or None
+
+    def add(self, piece: Piece, details: Mapping[str, list[Any]] | None) -> int:
+        """Take in one piece and what is to be said of its tokens; how many bytes that took."""
         self.texts.append(piece.text)
         self.tokens = piece.tokens
-        if piece.details is not None:
-            self.parts.append((piece.details, piece.text))
+        size = 0
+        for name, values in (details or {}).items():
+            parts = self.lists.setdefault(name, [])
+            if values:
+                parts.append(_encode(values)[1:-1])
+                size += len(parts[-1])
         if piece.finish:
             self.finish = piece.finish
             self.stop_reason = piece.stop_reason
+        return size
 
 
 class WholeFormat(Protocol):
     """A public format of unstreamed answers."""
+
+    def details(self, piece: Piece) -> Mapping[str, list[Any]] | None:
+        """Lists with what is to be said of the tokens of `piece`; called once for each piece, in order."""
 
     def answer(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body."""
@@ -155,9 +171,16 @@ class WholeResponse(GenerationResponse):
 
     async def _answer(self, generation: Generation, send: Send) -> None:
         choices = [Choice() for _ in range(generation.running)]
+        size = 0
         while pieces := await generation.next():
             for piece in pieces:
-                choices[piece.choice].add(piece)
+                size += choices[piece.choice].add(piece, self._whole.details(piece))
+            if size > MAX_DETAILS_BYTES:
+                raise InvalidRequest(
+                    f"logprobs of this answer exceed {MAX_DETAILS_BYTES} bytes; stream it, or ask for fewer",
+                    param="logprobs",
+                    code="answer_too_large",
+                )
         body = _encode(self._whole.answer(choices, generation.usage))
         head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": head})

@@ -266,7 +266,7 @@ class ServiceReady(msgspec.Struct, frozen=True, tag="service_ready"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """launcher → http: refuse new requests with 503, let running ones end for at most `seconds`."""
+    """launcher → http: refuse new requests with 503 and let running ones end. After `seconds` the launcher sends `Stop`."""
 
     seconds: float
 

@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         stop_token_ids: token ids that end it.
         ignore_eos: do not end at the model's eos.
         logprobs: None, or how many alternatives to report (0 = the chosen token only).
-        skip_special_tokens, spaces_between_special_tokens: for the detokenizer.
+        skip_special_tokens: special tokens are left out of the text.
     """
 
     temperature: float = 1.0
@@ -58,7 +58,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
 
     @property
     def greedy(self) -> bool:

@@ -20,11 +20,11 @@ from inferserve.config.schema import HttpPart, ModelFacts, ModelPart, ServerConf
 from inferserve.errors import RequestError, RequestFailed
 from inferserve.http.app import create_app
 from inferserve.http.generation import GenerateRequest, Generation, Piece, TokenDetails
-from inferserve.http.live import sibling_seed
 from inferserve.http.prompts import ChatPrompt, PromptEncoder
 from inferserve.http.service import Limits
 from inferserve.http.serving import Serving
 from inferserve.protocol.messages import Finish, TopLogprobs
+from inferserve.protocol.seeds import sibling_seed
 from inferserve.tokenize.chat import ChatTemplate
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class ByteTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return b"".join(self.token_bytes(i) for i in ids if i >= BYTES_FROM or not skip_special_tokens).decode()
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, first: bool = False) -> bytes:  # noqa: ARG002
         if token_id >= 1000:
             return WORDS[(token_id - 1000) % len(WORDS)].encode()
         return bytes([token_id - BYTES_FROM]) if token_id >= BYTES_FROM else b"<s>"
@@ -122,7 +122,8 @@ class FakeService:
 
     async def _speak(self, request: GenerateRequest, generation: Generation) -> None:
         limits = [min(request.params.max_tokens, CONTEXT - len(p)) for p in request.prompts for _ in range(request.n)]
-        seeds = [sibling_seed(request.params.seed, i % request.n) for i in range(len(limits))]
+        period = len(limits) if request.drawn_seed else request.n
+        seeds = [sibling_seed(request.params.seed, i % period) for i in range(len(limits))]
         for position in range(max(limits)):
             await self.gate.wait()
             await asyncio.sleep(0)

@@ -16,11 +16,11 @@ from starlette.responses import Response
 
 from inferserve.errors import InvalidRequest
 from inferserve.http import problems, strict_json
-from inferserve.http.generation import GenerateRequest, TokenDetails, Usage, finish_name
+from inferserve.http.generation import GenerateRequest, Piece, Usage, finish_name
 from inferserve.http.openai import refused
 from inferserve.http.openai.chunks import CHAT, Chunks, usage_object
 from inferserve.http.openai.identity import Identity, identify
-from inferserve.http.openai.logprobs import TokenTexts, chat_content
+from inferserve.http.openai.logprobs import ChatLogprobs, TokenTexts
 from inferserve.http.openai.sampling import check_choices, check_stream_options, sampling_params
 from inferserve.http.openai.schema import ChatBody, Message
 from inferserve.http.prompts import ChatPrompt
@@ -65,9 +65,13 @@ def prompt_of(body: ChatBody) -> ChatPrompt:
 class ChatAnswer:
     """`WholeFormat` of a chat."""
 
-    def __init__(self, identity: Identity, texts: TokenTexts | None) -> None:
+    def __init__(self, identity: Identity, logprobs: ChatLogprobs | None) -> None:
         self._identity = identity
-        self._texts = texts
+        self._logprobs = logprobs
+
+    def details(self, piece: Piece) -> Mapping[str, list[Any]] | None:
+        """Logprobs, if asked for."""
+        return self._logprobs.part(piece) if self._logprobs is not None else None
 
     def answer(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body."""
@@ -80,13 +84,10 @@ class ChatAnswer:
         }
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = None
-        if self._texts is not None:
-            logprobs = {"content": [entry for d, _ in choice.parts for entry in chat_content(self._texts, d)]}
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text},
-            "logprobs": logprobs,
+            "logprobs": choice.details,
             "finish_reason": finish_name(choice.finish),
             "stop_reason": choice.stop_reason,
         }
@@ -108,13 +109,12 @@ def routes(service: GenerationService) -> APIRouter:
             prompts=(ids,), params=params, n=body.n or 1, want_tokens=bool(body.logprobs), **trace
         )
         texts = TokenTexts(service.tokenizer, params.skip_special_tokens, params.logprobs or 0)
+        logprobs = ChatLogprobs(texts) if body.logprobs else None
         if not body.stream:
-            return WholeResponse(service, generate, ChatAnswer(identity, texts if body.logprobs else None))
-
-        def logprobs(_: int, details: TokenDetails) -> Any:
-            return {"content": chat_content(texts, details)}
-
-        events = Chunks(CHAT, identity, generate.n, body.stream_options, len(ids), logprobs if body.logprobs else None)
+            return WholeResponse(service, generate, ChatAnswer(identity, logprobs))
+        events = Chunks(
+            CHAT, identity, generate.n, body.stream_options, len(ids), logprobs.part if logprobs is not None else None
+        )
         return StreamedResponse(service, generate, events)
 
     return router

@@ -5,12 +5,12 @@ One event a piece; the role comes with a choice's first event, the finish reason
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from inferserve.errors import RequestError
-from inferserve.http.generation import Piece, TokenDetails, Usage, finish_name
+from inferserve.http.generation import Piece, Usage, finish_name
 from inferserve.http.openai.identity import Identity
 from inferserve.http.openai.schema import StreamOptions
 from inferserve.http.streams import DONE, error_event, json_line
@@ -37,7 +37,7 @@ class Chunks:
         identity: `id`, `created` and `model`.
         choices: how many there are.
         prompt_tokens: for running usage.
-        logprobs: the logprobs value of tokens of a choice, None if not asked for.
+        logprobs: the logprobs object of a piece, None if not asked for; its lists are empty if no token is to be shown.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Chunks:
         choices: int,
         options: StreamOptions | None,
         prompt_tokens: int,
-        logprobs: Callable[[int, TokenDetails], Any] | None,
+        logprobs: Callable[[Piece], Mapping[str, list[Any]]] | None,
     ) -> None:
         head = {"id": identity["id"], "object": shape.object, **identity}
         self._head = b"data: " + json_line(head)[:-1]
@@ -87,22 +87,20 @@ class Chunks:
     def _full(self, piece: Piece) -> bytes:
         """A chunk with a finish reason, logprobs or running usage."""
         choice = piece.choice
-        new_tokens = piece.tokens > self._counts.tokens[choice]
+        logprobs = self._logprobs(piece) if self._logprobs is not None else {}
+        news = any(logprobs.values()) or (self._running_usage and piece.tokens > self._counts.tokens[choice])
         self._counts.tokens[choice] = piece.tokens
-        if not piece.text and not piece.finish and not new_tokens:
+        if not piece.text and not piece.finish and not news:
             return b""
         opening = self._next[choice]
         self._next[choice] = self._opening[choice]
-        logprobs = b"null"
-        if self._logprobs is not None and piece.details is not None:
-            logprobs = json_line(self._logprobs(choice, piece.details))
         finish = b',"finish_reason":' + json_line(finish_name(piece.finish))
         if piece.finish:
             finish += b',"stop_reason":' + json_line(piece.stop_reason)
         end = self._end
         if self._running_usage:
             end = b'}],"usage":' + json_line(usage_object(self._counts.usage())) + b"}\n\n"
-        return opening + json_line(piece.text) + self._after + logprobs + finish + end
+        return opening + json_line(piece.text) + self._after + json_line(logprobs or None) + finish + end
 
 
 @dataclass(slots=True)

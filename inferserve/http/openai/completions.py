@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from inferserve.errors import InvalidRequest
 from inferserve.http import problems, strict_json
-from inferserve.http.generation import GenerateRequest, TokenDetails, Usage, finish_name
+from inferserve.http.generation import GenerateRequest, Piece, Usage, finish_name
 from inferserve.http.openai import refused
 from inferserve.http.openai.chunks import COMPLETION, Chunks, usage_object
 from inferserve.http.openai.identity import Identity, identify
@@ -64,9 +64,13 @@ def params_of(body: CompletionBody, limits: Limits) -> SamplingParams:
 class CompletionAnswer:
     """`WholeFormat` of a completion."""
 
-    def __init__(self, identity: Identity, texts: TokenTexts | None) -> None:
+    def __init__(self, identity: Identity, logprobs: CompletionLogprobs | None) -> None:
         self._identity = identity
-        self._texts = texts
+        self._logprobs = logprobs
+
+    def details(self, piece: Piece) -> Mapping[str, list[Any]] | None:
+        """Logprobs, if asked for."""
+        return self._logprobs.part(piece) if self._logprobs is not None else None
 
     def answer(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body."""
@@ -79,11 +83,10 @@ class CompletionAnswer:
         }
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = None if self._texts is None else CompletionLogprobs(self._texts).part(d for d, _ in choice.parts)
         return {
             "index": index,
             "text": choice.text,
-            "logprobs": logprobs,
+            "logprobs": choice.details,
             "finish_reason": finish_name(choice.finish),
             "stop_reason": choice.stop_reason,
         }
@@ -115,23 +118,25 @@ def routes(service: GenerationService) -> APIRouter:
         prompts = await _token_ids(body, service)
         identity, trace = identify(request, "cmpl-", service.limits)
         wanted = body.logprobs is not None
-        generate = GenerateRequest(prompts=prompts, params=params, n=body.n or 1, want_tokens=wanted, **trace)
+        generate = GenerateRequest(
+            prompts=prompts,
+            params=params,
+            n=body.n or 1,
+            drawn_seed=body.seed in (None, -1) and params.temperature > 0,
+            want_tokens=wanted,
+            **trace,
+        )
         texts = TokenTexts(service.tokenizer, params.skip_special_tokens, params.logprobs or 0)
+        logprobs = CompletionLogprobs(texts) if wanted else None
         if not body.stream:
-            return WholeResponse(service, generate, CompletionAnswer(identity, texts if wanted else None))
-        choices = len(prompts) * generate.n
-        parts = [CompletionLogprobs(texts) for _ in range(choices if wanted else 0)]
-
-        def logprobs(choice: int, details: TokenDetails) -> Any:
-            return parts[choice].part([details])
-
+            return WholeResponse(service, generate, CompletionAnswer(identity, logprobs))
         events = Chunks(
             COMPLETION,
             identity,
-            choices,
+            len(prompts) * generate.n,
             body.stream_options,
             sum(map(len, prompts)),
-            logprobs if wanted else None,
+            logprobs.part if logprobs is not None else None,
         )
         return StreamedResponse(service, generate, events)
 

@@ -12,6 +12,8 @@ from typing import Any
 from inferserve.errors import InvalidRequest
 
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
+# Of what is on for everybody, being on asks for nothing and being off does.
+_ON = (True,)
 
 COMPLETION: Mapping[str, tuple[Any, ...]] = {
     "echo": (),
@@ -48,6 +50,8 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": _ON,
+    "add_spaces_between_special_tokens": _ON,
 }
 
 
@@ -56,7 +60,9 @@ def check(body: Mapping[str, Any], *tables: Mapping[str, tuple[Any, ...]]) -> No
     for table in (*tables, BOTH):
         for name, harmless in table.items():
             value = body.get(name)
-            if value is None or (not isinstance(value, int) and value in _NOTHING) or value is False:
+            if value is None or (not isinstance(value, int) and value in _NOTHING):
+                continue
+            if value is False and harmless != _ON:
                 continue
             if value not in harmless:
                 raise InvalidRequest(f"{name} is not supported by this server", param=name, code="unsupported_field")

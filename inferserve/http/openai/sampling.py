@@ -48,7 +48,6 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         skip_special_tokens=_or(body.skip_special_tokens, True),
-        spaces_between_special_tokens=_or(body.spaces_between_special_tokens, True),
     ).validate(limits.vocab_size)
 
 

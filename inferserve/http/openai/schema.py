@@ -87,7 +87,6 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     do_sample: bool | None = Field(None, description="false takes the likeliest token whatever temperature says.")
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
 
 
 class CompletionBody(SamplingFields):

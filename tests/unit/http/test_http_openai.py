@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from inferserve.errors import RequestFailed
-from inferserve.http.live import sibling_seed
 from inferserve.protocol.messages import Finish
+from inferserve.protocol.seeds import sibling_seed
 from tests.fakes.http_service import MODEL, WORDS, FakeService, events, post, problem, run, text_of, words
 
 COMPLETIONS = "/v1/completions"
@@ -95,6 +95,13 @@ def test_e29_n(path: str, body: dict[str, Any]) -> None:
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == ["length"]
         if path == CHAT:
             assert [c for c in mine if "role" in c["delta"]] == mine[:1]
+
+
+def test_only_a_drawn_seed_is_numbered_over_prompts() -> None:
+    service = FakeService()
+    for fields in ({}, {"seed": -1}, {"seed": 4}, {"temperature": 0}):
+        post(COMPLETIONS, {"prompt": ["a", "a"], "max_tokens": 1} | fields, service)
+    assert [r.drawn_seed for r in service.requests] == [True, True, False, False]
 
 
 def test_several_prompts() -> None:

@@ -142,7 +142,7 @@ def test_values_reach_the_params_unchanged() -> None:
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
+        "spaces_between_special_tokens": True,
     }
     post(CHAT, TALK | fields, service)
     params = service.requests[0].params
@@ -151,7 +151,7 @@ def test_values_reach_the_params_unchanged() -> None:
     assert (params.seed, params.min_tokens, params.max_tokens) == (11, 2, 3)
     assert (params.stop, params.stop_token_ids, params.logit_bias) == (("x", "y"), (4,), {7: -100})
     assert params.ignore_eos and params.include_stop and params.logprobs is None
-    assert not params.skip_special_tokens and not params.spaces_between_special_tokens
+    assert not params.skip_special_tokens
 
 
 def test_seeds_are_random_but_not_for_greedy_requests() -> None:
@@ -297,6 +297,8 @@ def test_e24_extra_fields_change_nothing() -> None:
         (CHAT, "response_format", {"type": "json_schema", "json_schema": {}}),
         (CHAT, "response_format", "json"),
         (CHAT, "bad_words", ["x"]),
+        (CHAT, "spaces_between_special_tokens", False),
+        (COMPLETIONS, "add_spaces_between_special_tokens", False),
         (CHAT, "continue_final_message", True),
     ],
 )

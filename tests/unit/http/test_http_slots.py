@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inferserve.errors import InvalidRequest, Overloaded, PeerGone, RequestError, RequestFailed, TooLong, Unavailable
 from inferserve.http.generation import MAX_BACKLOG, Disconnected, GenerateRequest, Generation
-from inferserve.http.live import LiveRequests, sibling_seed
+from inferserve.http.live import LiveRequests
 from inferserve.http.request_log import RequestLog
 from inferserve.http.slot_client import SlotClient
 from inferserve.metrics.client import MetricsClient
@@ -21,6 +21,7 @@ from inferserve.metrics.names import declare
 from inferserve.metrics.requests import RequestMetrics
 from inferserve.protocol.messages import Abort, Dropped, Finish, SlotRef, Submit, TextItem, TopLogprobs
 from inferserve.protocol.sampling import SamplingParams
+from inferserve.protocol.seeds import sibling_seed
 from inferserve.shm.layout import Writer
 from inferserve.shm.slots import SlotTable
 
@@ -236,6 +237,16 @@ class TestLive:
         params = [view.sampling_params(r.index) for r in submit.slots]
         assert [p.seed for p in params] == [sibling_seed(5, i) for i in range(3)] and params[0].seed == 5
         assert {(p.max_tokens, p.min_tokens) for p in params} == {(CONTEXT - 3, CONTEXT - 3)}
+
+    @pytest.mark.parametrize(("drawn", "numbers"), [(True, [0, 1, 2, 3]), (False, [0, 1, 0, 1])])
+    def test_equal_prompts_draw_differently_unless_the_client_gave_the_seed(
+        self, drawn: bool, numbers: list[int]
+    ) -> None:
+        world = World()
+        params = SamplingParams(max_tokens=4, seed=5)
+        world.live.open(GenerateRequest(prompts=([1], [1]), params=params, n=2, drawn_seed=drawn))
+        refs = [r for s in world.router.sent for r in s.slots]
+        assert [world.slots.view.sampling_params(r.index).seed for r in refs] == [sibling_seed(5, i) for i in numbers]
 
     def test_text_reaches_the_right_choice_once(self) -> None:
         world = World()
