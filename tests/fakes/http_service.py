@@ -54,7 +54,7 @@ class ByteTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return b"".join(self.token_bytes(i) for i in ids if i >= BYTES_FROM or not skip_special_tokens).decode()
 
-    def token_bytes(self, token_id: int, first: bool = False) -> bytes:  # noqa: ARG002
+    def token_bytes(self, token_id: int, first: bool = False) -> bytes:
         if token_id >= 1000:
             return WORDS[(token_id - 1000) % len(WORDS)].encode()
         return bytes([token_id - BYTES_FROM]) if token_id >= BYTES_FROM else b"<s>"
