@@ -34,6 +34,7 @@ def convert(path: Path, folder: Path) -> None:
     header = read_header(path)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     _fix_split(tokenizer, header)
+    _fix_ends(tokenizer, header)
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     _check(tokenizer, header)
     folder.mkdir()
@@ -59,6 +60,14 @@ def _fix_split(tokenizer: Any, header: GgufHeader) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
+
+
+def _fix_ends(tokenizer: Any, header: GgufHeader) -> None:
+    """The file's bos and eos, which some releases of transformers replace by the base class's defaults."""
+    for name in ("bos_token", "eos_token"):
+        said = header.metadata.get(f"tokenizer.ggml.{name}_id")
+        if said is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(said)))
 
 
 def _complete_config(path: Path, header: GgufHeader) -> None:
