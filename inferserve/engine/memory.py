@@ -43,7 +43,7 @@ def device_tokens(config: ServerConfig, bytes_per_token: int, budget: int) -> in
 def checked(config: ServerConfig, tokens: int, bytes_per_token: int, budget: int) -> int:
     """`tokens`, at most 2^31 - 1. Raises ConfigError if they do not fit, or cannot hold one request."""
     tokens = min(tokens, _INT32)
-    if tokens * bytes_per_token > budget:
+    if tokens * bytes_per_token > max(budget, 0):
         raise ConfigError(
             f"too little memory: --max-total-token-num {tokens} takes {tokens * bytes_per_token / GIB:.2f} GiB"
             f" ({bytes_per_token} bytes a token), {max(budget, 0) / GIB:.2f} GiB are there (--mem-fraction"

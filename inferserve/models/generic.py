@@ -113,15 +113,15 @@ class GenericModel:
         self._forward(ids, torch.arange(2, device=model.device)[None], last, dry)
         text = model.config.get_text_config(decoder=True)
         _refuse(model.config, text, dry)
-        self._specs = tuple(
+        self.layer_specs = tuple(
             LayerSpec(c.layer, c.scale, c.window, c.softcap) for c in sorted(dry.calls, key=lambda c: c.layer)
         )
-        self.kv_shapes = tuple(dry.shapes[s.layer] for s in self._specs)
+        self.kv_shapes = tuple(dry.shapes[s.layer] for s in self.layer_specs)
 
     def forward(self, token_ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """See CausalModel."""
         positions = ctx.batch.positions[None]
-        return self._forward(token_ids[None], positions, ctx.logits_index, _Step(ctx, self._specs))
+        return self._forward(token_ids[None], positions, ctx.logits_index, _Step(ctx, self.layer_specs))
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, paged: _Paged) -> torch.Tensor:
         out = self._model(

@@ -1,0 +1,80 @@
+"""Rotary tables against transformers' own formulas, packed products against plain ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from inferserve.config.model_config import ModelConfig
+from inferserve.layers.linear import Linear
+from inferserve.layers.packed import packed, plain
+from inferserve.layers.rotary import attention_factor, inverse_frequencies
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.5, "high_freq_factor": 2.5},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.5},
+        {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.1},
+        {"rope_type": "yarn", "factor": 40.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    ],
+)
+def test_frequencies(rope: dict[str, Any]) -> None:
+    settings = {"rope_theta": 500000.0, "original_max_position_embeddings": 1024, **rope}
+    if rope["rope_type"] == "linear":
+        del settings["original_max_position_embeddings"]
+    theirs = transformers.LlamaConfig(**LLAMA, rope_parameters=dict(settings))
+    wanted, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs)
+    ours = ModelConfig.from_json(LLAMA | {"rope_parameters": settings}).rope
+    torch.testing.assert_close(inverse_frequencies(ours, 128), wanted, rtol=1e-6, atol=0.0)
+    assert attention_factor(ours) == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 65])
+def test_packed_product(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    weight, offset = torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype) if bias else None
+    x = torch.randn(rows, 64, dtype=dtype)
+    fast = packed(weight, offset)
+    if fast is None:
+        pytest.skip("no oneDNN here")
+    wanted = plain(weight, offset)(x)
+    tolerance = 1e-5 if dtype is torch.float32 else 0.1
+    torch.testing.assert_close(fast(x), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_float16_is_not_packed() -> None:
+    assert packed(torch.ones(4, 4, dtype=torch.float16), None) is None
+
+
+def test_linear_gives_its_weight_up_when_packed() -> None:
+    layer = Linear(8, 4, 6, bias=True)
+    with torch.inference_mode():
+        layer.part("weight", 0).fill_(1.0)
+        layer.part("weight", 1).fill_(2.0)
+        layer.part("bias", 0).fill_(0.5)
+        layer.part("bias", 1).fill_(0.0)
+        before = layer.forward(torch.ones(2, 8))
+        layer.pack()
+        assert torch.equal(layer.forward(torch.ones(2, 8)), before)
+    assert before[0].tolist() == [8.5] * 4 + [16.0] * 6
