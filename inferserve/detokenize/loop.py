@@ -7,11 +7,9 @@ to stop it; the others of the step do not notice. Knows the slot table and messa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
-
-import numpy as np
 
 from inferserve.detokenize.incremental import TextStreams
 from inferserve.detokenize.row import Row
@@ -104,16 +102,22 @@ class Detokenizer:
                 self._end(step, finished)
         self._send(step)
 
-    def _produced(self, report: StepReport) -> Iterable[tuple[int, int, int, int]]:
-        """(slot, generation, visible, id of the newest token) of the named rows that somebody still waits for."""
-        slots = np.frombuffer(report.slots, np.int32)
-        generations = np.frombuffer(report.generations, np.uint32)
-        visible = np.frombuffer(report.visible, np.int32)
-        wanted = (self._slots.generation[slots] == generations) & (self._slots.cancelled[slots] == 0)
-        if not wanted.all():
-            slots, generations, visible = slots[wanted], generations[wanted], visible[wanted]
-        newest = self._slots.output_ids[slots, visible - 1]
-        return zip(slots.tolist(), generations.tolist(), visible.tolist(), newest.tolist(), strict=True)
+    def _produced(self, report: StepReport) -> Iterator[tuple[int, int, int, int]]:
+        """(slot, generation, visible, id of the newest token) of the named rows that somebody still waits for.
+
+        Element by element: as fast as numpy's vector operations for 64 rows, and several times faster for the few rows
+        of a server that was idle, where the code of each operation must first come into the cache.
+        """
+        generation_of, cancelled = self._slots.generation.item, self._slots.cancelled.item
+        output_id = self._slots.output_ids.item
+        slots, generations, visible = (
+            memoryview(report.slots),
+            memoryview(report.generations),
+            memoryview(report.visible),
+        )
+        for slot, generation, upto in zip(slots.cast("i"), generations.cast("I"), visible.cast("i"), strict=True):
+            if generation_of(slot) == generation and not cancelled(slot):
+                yield slot, generation, upto, output_id(slot, upto - 1)
 
     def _advance(self, step: _Step, slot: int, generation: int, upto: int, newest: int) -> TextItem | None:
         """The item of a row that goes on; None when nothing of it is wanted any more."""

@@ -25,6 +25,8 @@ from inferserve.tokenize.token_bytes import OpaqueTable, TokenTable, token_table
 log = logging.getLogger(__name__)
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SHORT = 2048
+"""Characters that take well under a millisecond to encode."""
 
 _CLEANUPS = (
     (" .", "."),
@@ -38,7 +40,7 @@ _CLEANUPS = (
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded tokenizer. Safe to use from several threads; `encode` releases the GIL.
+    """A loaded tokenizer. Safe to use from several threads; `encode` of a long text releases the GIL.
 
     Attributes:
         backend: the `tokenizers.Tokenizer`.
@@ -67,9 +69,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; `add_special_tokens` lets the post-processor add bos and eos."""
-        # The batch call is the one that releases the GIL; the fast one leaves out offsets.
-        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        if len(text) < _SHORT:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The batch call releases the GIL, at the price of a hop to a thread of the library.
+        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""

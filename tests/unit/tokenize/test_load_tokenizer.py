@@ -35,7 +35,7 @@ def test_equals_transformers(kind: str, tmp_path: Path) -> None:
     assert ours.bos_id == theirs.bos_token_id
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert ours.special_ids >= set(theirs.all_special_ids)
-    for text in TEXTS:
+    for text in [*TEXTS, " ".join(TEXTS) * 4]:
         for add in (True, False):
             ids = ours.encode(text, add_special_tokens=add)
             assert ids == theirs.encode(text, add_special_tokens=add), text
