@@ -102,3 +102,18 @@ def test_unknown_architecture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody_knows_this"}')
     with pytest.raises(ConfigError, match="nobody_knows_this"):
         generic.build(tmp_path, "", torch.float32, torch.device("cpu"), max_len=64, trust_remote_code=False)
+
+
+def test_packed_sequences_must_come_out_as_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that ignores position ids looks right in everything but its logits."""
+    config = transformers.GraniteConfig(**{k: v for k, v in SMALL.items() if k != "head_dim"}, initializer_range=0.5)
+    build(tmp_path, config)
+    kind = transformers.models.granite.modeling_granite.GraniteModel
+    forward = kind.forward
+
+    def ignoring(self: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return forward(self, *args, position_ids=None, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", ignoring)
+    with pytest.raises(ConfigError, match="packed sequences"):
+        build(tmp_path, config)
