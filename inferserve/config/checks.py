@@ -90,10 +90,11 @@ def _engine(config: ServerConfig) -> list[str]:
         ]
     if engine.attention_backend == "triton" and engine.device == "cpu":
         problems.append("--attention-backend triton contradicts --device cpu; use reference")
-    if engine.max_total_token_num and engine.max_total_token_num < config.model.max_req_total_len:
+    pool_flag = "fake_kv_tokens" if fake and engine.fake_kv_tokens else "max_total_token_num"
+    pool, longest = getattr(engine, pool_flag), config.model.max_req_total_len
+    if pool and pool < longest:
         problems.append(
-            f"--max-total-token-num {engine.max_total_token_num} is less than"
-            f" --max-req-total-len {config.model.max_req_total_len}: the longest request would never fit"
+            f"{option(pool_flag)} {pool} is less than --max-req-total-len {longest}: the longest request would never fit"
         )
     return problems
 

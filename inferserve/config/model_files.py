@@ -165,8 +165,11 @@ def _eos_ids(
 
 
 def _generation_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """Sampling defaults a request falls back to; transformers' `top_k` 0 (off) is our -1."""
+    """Sampling defaults a request falls back to: `do_sample` is 1 or 0; transformers' `top_k` 0 (off) is our -1."""
     found: dict[str, float] = {}
+    sample = generation.get("do_sample")
+    if isinstance(sample, bool):
+        found["do_sample"] = float(sample)
     for name in _GENERATION_FIELDS:
         value = generation.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):

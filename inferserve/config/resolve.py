@@ -111,7 +111,8 @@ def _model(asked: ServerConfig, source: ModelSource, files: ModelFiles, device: 
     dtype = _DTYPES.get(model.data_type, model.data_type)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else files.config.dtype or "bfloat16"
-    longest = min(files.config.context_length, LONGEST_DEFAULT, asked.engine.max_total_token_num or LONGEST_DEFAULT)
+    pool = asked.engine.fake_kv_tokens or asked.engine.max_total_token_num
+    longest = min(files.config.context_length, LONGEST_DEFAULT, pool or LONGEST_DEFAULT)
     return replace(
         model,
         data_type=dtype,

@@ -236,11 +236,9 @@ class Supervisor:
             self._stop(EXIT_OK)
 
     def _stop(self, exit_code: int, last_words: str = "") -> None:
-        """Tell everybody to end; the first reason counts. Stragglers are killed after the grace period."""
+        """Tell everybody to end; the first reason counts, and `run` logs it last. Stragglers are killed after a while."""
         if self._state is State.STOPPING:
             return
-        if last_words:
-            log.error(last_words)
         self._exit_code, self._last_words = exit_code, last_words
         self._enter(State.STOPPING)
         self._family.tell(Stop())

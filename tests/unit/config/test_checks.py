@@ -38,6 +38,10 @@ from inferserve.config.cli import parse
         ("--fake-kv-tokens 3", ["--fake-kv-tokens", "--engine"]),
         ("--device cpu --attention-backend triton", ["--device", "--attention-backend"]),
         ("--max-total-token-num 100 --max-req-total-len 200", ["--max-total-token-num", "--max-req-total-len"]),
+        (
+            "--engine fake --fake-kv-tokens 100 --max-req-total-len 200",
+            ["--fake-kv-tokens 100", "--max-req-total-len 200"],
+        ),
         ("--batch-max-tokens 100 --chunked-prefill-size 200", ["--batch-max-tokens", "--chunked-prefill-size"]),
         ("--disable-chunked-prefill --chunked-prefill-size 9", ["--disable-chunked-prefill", "--chunked-prefill-size"]),
         (

@@ -92,11 +92,32 @@ def test_short_dtype_names_are_spelled_out(tmp_path: Path) -> None:
 
 def test_eos_is_the_union_of_both_files(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", eos_token_id=[2, 5])
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7], "top_k": 0, "temperature": 0.6}))
-    config = _resolve(model)
-    assert config.model.eos_id == (2, 5, 7)
-    assert config.facts.generation_defaults == {"temperature": 0.6, "top_k": -1.0}
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert _resolve(model).model.eos_id == (2, 5, 7)
     assert _resolve(model, "--eos-id", "9").model.eos_id == (9,)
+
+
+@pytest.mark.parametrize(
+    ("generation", "defaults"),
+    [
+        ({"top_k": 0, "temperature": 0.6, "top_p": "high"}, {"temperature": 0.6, "top_k": -1.0}),
+        ({"do_sample": True, "top_k": 20}, {"do_sample": 1.0, "top_k": 20.0}),
+        ({"do_sample": False}, {"do_sample": 0.0}),
+        ({"do_sample": 1, "temperature": True}, {}),
+    ],
+)
+def test_generation_config_gives_sampling_defaults(
+    tmp_path: Path, generation: dict[str, object], defaults: dict[str, float]
+) -> None:
+    model = write_model(tmp_path / "m")
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    assert _resolve(model).facts.generation_defaults == defaults
+
+
+@pytest.mark.parametrize("flag", ["--fake-kv-tokens", "--max-total-token-num"])
+def test_the_longest_request_fits_a_small_pool(tmp_path: Path, flag: str) -> None:
+    config = _resolve(write_model(tmp_path / "m"), "--engine", "fake", flag, "100")
+    assert config.engine.fake_kv_tokens == config.model.max_req_total_len == 100
 
 
 def test_eos_falls_back_to_the_tokenizer_s(tmp_path: Path) -> None:
