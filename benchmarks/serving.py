@@ -33,9 +33,9 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model[0] if model else platform.machine(),
         "cpus": os.cpu_count(),
-        "kernel": platform.release(),
         "python": platform.python_version(),
         "load_average_1min": round(os.getloadavg()[0], 2),
+        "realtime_priority": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
         "versions": {name: version(name) for name in _LIBRARIES},
     }
 
