@@ -118,8 +118,8 @@ def mixed_batch(pages: Pages, num_decode: int) -> AttentionBatch:
         table=pages.table,
         max_query_len=max(query_len),
         max_kv_len=max(kv_len),
-        query_len_host=query_len,
-        kv_len_host=kv_len,
+        query_len_host=np.array(query_len, np.int32),
+        kv_len_host=np.array(kv_len, np.int32),
     )
 
 

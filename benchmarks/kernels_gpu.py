@@ -178,7 +178,7 @@ class Checks:
         """The filter kernel and the whole sampler draw the tokens that the CPU draws, and wait for nothing."""
         rows, vocab = 96, 151936
         logits = random(rows, vocab, dtype=torch.float32) * 2.5
-        cuda, cpu = (Sampler(rows, vocab, torch.device(d), (7,)) for d in ("cuda", "cpu"))
+        cuda, cpu = (Sampler(rows, 4096, vocab, torch.device(d), (7,)) for d in ("cuda", "cpu"))
         none = np.zeros(0, np.int32)
         for row in range(rows):
             params = sampling_mix(row)
@@ -307,7 +307,7 @@ class Timings:
             logits = random(rows, vocab) * 2.5
             numbers = np.arange(rows, dtype=np.int32)
             for name, params in kinds.items():
-                sampler = Sampler(rows, vocab, DEVICE, ())
+                sampler = Sampler(rows, 4096, vocab, DEVICE, ())
                 for row in range(rows):
                     sampler.open_row(row, params, prompt, none)
                 self.time(

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class AttentionBatch:
         kv_index: int64 [T], pool index to write each token's K and V to.
         table: int32 [max_rows, max_len], page table on the device.
         max_query_len, max_kv_len: host ints over all rows.
-        query_len_host, kv_len_host: the same lengths as Python ints, for implementations that loop.
+        query_len_host, kv_len_host: int32 [R], the same lengths on the host, for implementations that loop.
     """
 
     rows: torch.Tensor
@@ -37,8 +39,8 @@ class AttentionBatch:
     table: torch.Tensor
     max_query_len: int
     max_kv_len: int
-    query_len_host: tuple[int, ...]
-    kv_len_host: tuple[int, ...]
+    query_len_host: NDArray[np.int32]
+    kv_len_host: NDArray[np.int32]
 
 
 @dataclass(frozen=True)

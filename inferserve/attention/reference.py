@@ -78,6 +78,8 @@ class ReferencePlan:
         self.batch = batch
         self.dtype = dtype
         self._rows = batch.rows.tolist()
+        self._query_len = batch.query_len_host.tolist()
+        self._kv_len = batch.kv_len_host.tolist()
         self._by_window: dict[int, WindowPlan] = {}
 
     def window(self, window: int) -> WindowPlan:
@@ -87,7 +89,7 @@ class ReferencePlan:
         return self._by_window[window]
 
     def _decode_groups(self, window: int) -> tuple[DecodeGroup, ...]:
-        lengths = [min(n, window) if window else n for n in self.batch.kv_len_host[: self.batch.num_decode]]
+        lengths = [min(n, window) if window else n for n in self._kv_len[: self.batch.num_decode]]
         return tuple(self._decode_group(members, lengths) for members in group_by_length(lengths))
 
     def _decode_group(self, members: list[int], lengths: list[int]) -> DecodeGroup:
@@ -97,9 +99,9 @@ class ReferencePlan:
         rows = None if everyone else torch.tensor(members, device=device)
         if len(members) == 1:
             row = members[0]
-            stop = batch.kv_len_host[row]
+            stop = self._kv_len[row]
             return DecodeGroup(rows, 1, self._pages(row, stop - longest, stop, ordered=False), None)
-        kv_len = torch.tensor([batch.kv_len_host[m] for m in members], device=device)[:, None]
+        kv_len = torch.tensor([self._kv_len[m] for m in members], device=device)[:, None]
         used = torch.tensor([lengths[m] for m in members], device=device)[:, None]
         column = torch.arange(longest, device=device)[None, :]
         position = kv_len - used + torch.minimum(column, used - 1)
@@ -114,7 +116,7 @@ class ReferencePlan:
     def _chunks(self, window: int) -> tuple[Chunk, ...]:
         batch, chunks, start = self.batch, [], self.batch.num_decode
         for row in range(batch.num_decode, len(self._rows)):
-            queries, kv_len = batch.query_len_host[row], batch.kv_len_host[row]
+            queries, kv_len = self._query_len[row], self._kv_len[row]
             stop, before = start + queries, kv_len - queries
             first = max(0, before - window + 1) if window else 0
             if before == 0 and (not window or kv_len <= window):

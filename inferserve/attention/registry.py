@@ -12,12 +12,7 @@ from inferserve.kv.pool import KvPool
 
 
 def make_attention(name: str, pool: KvPool, device: torch.device) -> AttentionBackend:
-    """Backend `name` ("auto", "triton", "reference") over `pool`.
-
-    "auto" is Triton on CUDA and reference elsewhere. Raises ConfigError for a name that does not fit the device.
-    """
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "reference"
+    """Backend `name` ("triton", "reference") over `pool`. Raises ConfigError for a name that does not fit the device."""
     if name == "reference":
         return ReferenceAttention(pool, device)
     if name == "triton" and device.type == "cuda":

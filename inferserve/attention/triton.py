@@ -42,7 +42,7 @@ class TritonAttention:
             batch.rows[n:],
             batch.kv_len[n:],
             batch.query_start[n:],
-            max(batch.kv_len_host[:n], default=0),
+            int(batch.kv_len_host[:n].max(initial=0)),
         )
 
     def forward(self, spec: LayerSpec, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -33,15 +33,22 @@ class Done:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A step on the device; `host` is filled when `event` has happened."""
+    """A step on the device; the tensors are filled when `event` has happened.
 
-    host: Sampled
+    Attributes:
+        chosen: int32 [3, S] in pinned memory: token ids, the bits of their logprobs, failures.
+        tops: its tensors in pinned memory.
+    """
+
+    chosen: torch.Tensor
+    tops: Tops | None
     event: torch.cuda.Event
 
     def result(self) -> StepResult:
         """See PendingStep."""
         self.event.synchronize()
-        return _to_result(self.host)
+        ids, logprobs, failed = self.chosen.numpy()
+        return StepResult(ids, logprobs.view(np.float32), failed.astype(np.bool_), _alternatives(self.tops))
 
 
 @dataclass(frozen=True)
@@ -67,26 +74,30 @@ class Runner:
         )
         logits = self.model.forward(step.token_ids, ctx)
         if not len(batch.sample):
-            return Done(_NOTHING)
+            # Its end is waited for all the same: the host must not run ahead further than the pipeline is deep.
+            return _mark(_NONE, None) if logits.is_cuda else Done(_NOTHING)
         sampled = self.sampler.sample(logits, batch.rows[batch.sample], batch.out_position)
         self.staging.remember(step.sample_rows, sampled.token_ids)
-        if not logits.is_cuda:
-            return Done(_to_result(sampled))
-        event = torch.cuda.Event()
-        host = _to_pinned(sampled)
-        event.record()
-        return InFlight(host, event)
+        return _to_host(sampled) if logits.is_cuda else Done(_to_result(sampled))
 
 
+_NONE = torch.empty((3, 0), dtype=torch.int32)
 _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.bool_), {})
 
 
-def _to_pinned(sampled: Sampled) -> Sampled:
-    """The same, on its way to pinned host memory; filled when the stream gets there."""
+def _to_host(sampled: Sampled) -> InFlight:
+    """Results on their way to pinned memory: one copy, and two more for rows that asked for alternatives."""
     tops = sampled.tops
     if tops is not None:
         tops = Tops(tops.index, tops.counts, _pinned(tops.token_ids), _pinned(tops.logprobs))
-    return Sampled(_pinned(sampled.token_ids), _pinned(sampled.logprobs), _pinned(sampled.failed), tops)
+    bits = sampled.logprobs.view(torch.int32)
+    return _mark(_pinned(torch.stack((sampled.token_ids.int(), bits, sampled.failed.int()))), tops)
+
+
+def _mark(chosen: torch.Tensor, tops: Tops | None) -> InFlight:
+    event = torch.cuda.Event()
+    event.record()
+    return InFlight(chosen, tops, event)
 
 
 def _pinned(source: torch.Tensor) -> torch.Tensor:
@@ -100,11 +111,13 @@ def _to_result(sampled: Sampled) -> StepResult:
         token_ids=sampled.token_ids.numpy().astype(np.int32),
         logprobs=sampled.logprobs.numpy(),
         failed=sampled.failed.numpy(),
-        tops=_alternatives(sampled.tops) if sampled.tops else {},
+        tops=_alternatives(sampled.tops),
     )
 
 
-def _alternatives(tops: Tops) -> dict[int, TopAlternatives]:
+def _alternatives(tops: Tops | None) -> dict[int, TopAlternatives]:
+    if tops is None:
+        return {}
     ids, logprobs = tops.token_ids.tolist(), tops.logprobs.tolist()
     return {
         index: TopAlternatives(tuple(ids[i][:count]), tuple(logprobs[i][:count]))

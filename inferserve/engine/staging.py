@@ -17,6 +17,9 @@ from inferserve.attention.base import AttentionBatch
 from inferserve.engine.step import StepBatch
 
 
+_TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+
+
 @dataclass(frozen=True)
 class StepTensors:
     """A step on the device.
@@ -96,11 +99,11 @@ class CudaStaging:
         """See Staging."""
         query_start = _query_start(batch)
         owner = np.repeat(batch.rows, batch.query_len)
-        longs = (batch.token_ids, batch.positions, batch.kv_index, owner, _logits_index(batch, query_start))
-        token_ids, positions, kv_index, owners, logits_index, sample_rows = self._send(
-            np.int64, (*longs, batch.rows[batch.sample])
+        last, sampling = _logits_index(batch, query_start), batch.rows[batch.sample]
+        longs = (batch.token_ids, batch.positions, batch.kv_index, owner, last, sampling)
+        token_ids, positions, kv_index, owners, logits_index, sample_rows, rows, start, kv_len = self._send(
+            [*(a.astype(np.int64) for a in longs), batch.rows, query_start, batch.kv_len]
         )
-        rows, start, kv_len = self._send(np.int32, (batch.rows, query_start, batch.kv_len))
         self._update_table(batch, owners, positions, kv_index)
         if batch.token_ids.min(initial=0) < 0:
             token_ids = torch.where(token_ids < 0, self._last_token[owners], token_ids)
@@ -123,13 +126,12 @@ class CudaStaging:
         """See Staging."""
         self._last_token.index_copy_(0, sample_rows, token_ids)
 
-    def _send(self, dtype: type[np.integer], arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
-        """One copy for all arrays; each comes back as a device view of `dtype`."""
-        sizes = [len(a) for a in arrays]
-        kind = torch.int64 if dtype is np.int64 else torch.int32
-        pinned = torch.empty(sum(sizes), dtype=kind, pin_memory=True)
-        np.concatenate(arrays, out=pinned.numpy(), casting="same_kind")
-        return list(pinned.to(self._device, non_blocking=True).split(sizes))
+    def _send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        """One copy for all arrays, int64 ones before int32 ones; each comes back as a view of the copy."""
+        pinned = torch.empty(sum(a.nbytes for a in arrays), dtype=torch.uint8, pin_memory=True)
+        np.concatenate([a.view(np.uint8) for a in arrays], out=pinned.numpy())
+        parts = pinned.to(self._device, non_blocking=True).split([a.nbytes for a in arrays])
+        return [part.view(_TORCH[a.dtype]) for part, a in zip(parts, arrays, strict=True)]
 
     def _update_table(
         self, batch: StepBatch, owners: torch.Tensor, positions: torch.Tensor, kv_index: torch.Tensor
@@ -172,6 +174,6 @@ def _attention_batch(
         table=table,
         max_query_len=int(batch.query_len.max(initial=0)),
         max_kv_len=int(batch.kv_len.max(initial=0)),
-        query_len_host=tuple(batch.query_len.tolist()),
-        kv_len_host=tuple(batch.kv_len.tolist()),
+        query_len_host=batch.query_len,
+        kv_len_host=batch.kv_len,
     )

@@ -140,7 +140,7 @@ class TorchBackend:
             model=model,
             attention=make_attention(name, pool, device),
             kernels=kernels_for(device),
-            sampler=Sampler(self._max_rows, model_config.vocab_size, device, config.model.eos_id),
+            sampler=Sampler(self._max_rows, max_len, model_config.vocab_size, device, config.model.eos_id),
             staging=CpuStaging(self._max_rows)
             if device.type == "cpu"
             else CudaStaging(self._max_rows, max_len, device),

@@ -26,7 +26,8 @@ def _stretch(visible: tl.tensor, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr) 
     return tl.cdiv(tl.cdiv(visible, MAX_SPLITS), SPLIT) * SPLIT
 
 
-@triton.jit
+# Rows lie anywhere in one upload of many arrays; the number of stretches changes from step to step.
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["rows", "kv_len"])
 def _decode_kernel(
     q: tl.tensor,
     k_pool: tl.tensor,
@@ -43,6 +44,7 @@ def _decode_kernel(
     q_stride_row: tl.tensor,
     q_stride_head: tl.tensor,
     table_stride: tl.tensor,
+    splits: tl.tensor,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     D: tl.constexpr,
@@ -51,8 +53,8 @@ def _decode_kernel(
     DV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -96,25 +98,25 @@ def _decode_kernel(
     acc = acc / total[:, None]
     target = row.to(tl.int64) * (kv_heads * GROUP) + kv_head * GROUP + head
     kept = (head < GROUP)[:, None] & (dv < DV)[None, :]
-    if SPLITS == 1:
+    if WHOLE:
         tl.store(out + target[:, None] * DV + dv[None, :], acc.to(out.dtype.element_ty), mask=kept)
     else:
-        target = target * SPLITS + split
+        target = target * splits + split
         tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=kept)
         tl.store(part_lse + target, best + tl.log2(total), mask=head < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["kv_len"])
 def _combine_kernel(
     part: tl.tensor,
     part_lse: tl.tensor,
     kv_len: tl.tensor,
     out: tl.tensor,
     window: tl.tensor,
+    splits: tl.tensor,
     DV: tl.constexpr,
     DV_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -126,8 +128,8 @@ def _combine_kernel(
     total = tl.zeros((), tl.float32)
     acc = tl.zeros((DV_BLOCK,), tl.float32)
     for split in range(tl.cdiv(visible, _stretch(visible, SPLIT, MAX_SPLITS))):
-        lse = tl.load(part_lse + target * SPLITS + split)
-        value = tl.load(part + (target * SPLITS + split) * DV + dv, mask=dv < DV, other=0.0)
+        lse = tl.load(part_lse + target * splits + split)
+        value = tl.load(part + (target * splits + split) * DV + dv, mask=dv < DV, other=0.0)
         peak = tl.maximum(best, lse)
         decay, weight = tl.exp2(best - peak), tl.exp2(lse - peak)
         acc = acc * decay + value * weight
@@ -168,9 +170,8 @@ def decode_attention(
     kv_heads, value_dim = k_pool.shape[1], v_pool.shape[2]
     group = q_heads // kv_heads
     config = decode_config(max(head_dim, value_dim), q.element_size())
-    splits = triton.cdiv(min(max_kv_len, window) if window else max_kv_len, config.split)
-    # Few distinct numbers of splits, since each is a compilation of its own.
-    splits = min(next_power_of_2(splits), config.max_splits)
+    visible = min(max_kv_len, window) if window else max_kv_len
+    splits = min(triton.cdiv(visible, config.split), config.max_splits)
     part = part_lse = out
     if splits > 1:
         part = torch.empty((count, q_heads, splits, value_dim), dtype=torch.float32, device=q.device)
@@ -191,6 +192,7 @@ def decode_attention(
         q.stride(0),
         q.stride(1),
         table.stride(0),
+        splits,
         GROUP=group,
         GROUP_BLOCK=max(_LEAST_DOT_ROWS, next_power_of_2(group)),
         D=head_dim,
@@ -199,8 +201,8 @@ def decode_attention(
         DV_BLOCK=next_power_of_2(value_dim),
         BLOCK_N=config.block_n,
         SPLIT=config.split,
-        SPLITS=splits,
         MAX_SPLITS=config.max_splits,
+        WHOLE=splits == 1,
         SOFTCAP=softcap > 0,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -212,10 +214,10 @@ def decode_attention(
             kv_len,
             out,
             window,
+            splits,
             DV=value_dim,
             DV_BLOCK=next_power_of_2(value_dim),
             SPLIT=config.split,
-            SPLITS=splits,
             MAX_SPLITS=config.max_splits,
             num_warps=2,
         )

@@ -12,7 +12,8 @@ import triton.language as tl
 from inferserve.kernels.launch_config import next_power_of_2, row_config
 
 
-@triton.jit
+# Not recompiled when a step has one row, or a multiple of 16.
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,

@@ -76,7 +76,8 @@ def _attend_tile(
     return peak, total, acc
 
 
-@triton.jit
+# Rows lie anywhere in one upload of many arrays, behind the decode rows.
+@triton.jit(do_not_specialize_on_alignment=["rows", "query_start", "kv_len"])
 def _prefill_kernel(
     q: tl.tensor,
     k_pool: tl.tensor,

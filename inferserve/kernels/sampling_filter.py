@@ -138,7 +138,8 @@ def _draw(
     return tl.where(chosen < 0, last, chosen)
 
 
-@triton.jit
+# Parameters are rows of one upload, aligned to a float.
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_p", "min_p", "top_k", "uniform"])
 def _filter_sample_kernel(
     logits: tl.tensor,
     temperature: tl.tensor,

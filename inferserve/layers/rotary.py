@@ -36,6 +36,7 @@ class Rotary(nn.Module):
         self.rotated = int(head_dim * rope.partial)
         self.max_position = max_position
         self.freq_factors = nn.Parameter(torch.ones(self.rotated // 2, dtype=torch.float32), requires_grad=False)
+        self.exponents = torch.empty(0)
         self.tables = Rotation(torch.empty(0), torch.empty(0))
 
     def prepare(self, length: int, device: torch.device) -> None:
@@ -43,6 +44,7 @@ class Rotary(nn.Module):
         freq = inverse_frequencies(self.rope, self.rotated).to(device) / self.freq_factors
         angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * freq
         scale = attention_factor(self.rope)
+        self.exponents = (_even(self.rotated) / self.rotated).to(device)
         self.tables = Rotation(angles.cos() * scale, angles.sin() * scale)
 
     def forward(self, batch: AttentionBatch) -> Rotation:
@@ -59,7 +61,7 @@ class Rotary(nn.Module):
         total = torch.repeat_interleave(batch.kv_len, lengths, output_size=tokens).clamp(min=self.max_position)
         stretch = rope.factor * total.double() / self.max_position - (rope.factor - 1)
         base = (rope.theta * stretch ** (dim / (dim - 2))).float()
-        freq = 1.0 / base[:, None] ** (_even(dim).to(base.device) / dim)
+        freq = 1.0 / base[:, None] ** self.exponents
         angles = batch.positions.float()[:, None] * freq
         return Rotation(angles.cos(), angles.sin())
 

@@ -40,7 +40,8 @@ def has_penalties(params: SamplingParams) -> bool:
 class Penalties:
     """Histories of the rows that have penalties, one line of a growing table each."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_len: int, vocab_size: int, device: torch.device) -> None:
+        self._most = (max_rows, max_len)
         self._vocab_size = vocab_size
         self._device = device
         self._history = torch.zeros((_FIRST_ROWS, _FIRST_COLUMNS), dtype=torch.int64, device=device)
@@ -56,7 +57,7 @@ class Penalties:
         # An id that the model cannot emit has no logit to penalise; entry `vocab_size` is the spare one.
         tokens[(tokens < 0) | (tokens >= self._vocab_size)] = self._vocab_size
         if not self._free:
-            self._grow(2 * len(self._slots), self._history.shape[1])
+            self._grow(min(2 * len(self._slots), self._most[0]), self._history.shape[1])
         slot = self._slot_of[row] = self._free.pop()
         self._reserve(len(tokens))
         self._slots[slot] = (
@@ -117,7 +118,7 @@ class Penalties:
 
     def _reserve(self, columns: int) -> None:
         if columns > self._history.shape[1]:
-            self._grow(len(self._slots), max(columns, 2 * self._history.shape[1]))
+            self._grow(len(self._slots), max(columns, min(2 * self._history.shape[1], self._most[1])))
 
     def _grow(self, rows: int, columns: int) -> None:
         history = torch.zeros((rows, columns), dtype=torch.int64, device=self._device)

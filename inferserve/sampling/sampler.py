@@ -88,16 +88,23 @@ class Sampled:
 
 
 class Sampler:
-    """Sampling state of all running rows."""
+    """Sampling state of all running rows, each of at most `max_len` tokens.
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, eos_ids: Sequence[int]) -> None:
+    State on the device is touched in inference mode alone, whatever mode the caller is in: a tensor that was made
+    there cannot be changed outside.
+    """
+
+    def __init__(
+        self, max_rows: int, max_len: int, vocab_size: int, device: torch.device, eos_ids: Sequence[int]
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._rows = np.full(max_rows, _CLOSED)
         self._edits = TokenEdits(vocab_size, eos_ids)
-        self._penalties = Penalties(vocab_size, device)
+        self._penalties = Penalties(max_rows, max_len, vocab_size, device)
         self._filter_sample = kernels_for(device).filter_sample
 
+    @torch.inference_mode()
     def open_row(self, row: int, params: SamplingParams, prompt: Ints, output: Ints) -> None:
         """A sequence takes `row`; `output` (int32, like `prompt`) is what it has said before a pause."""
         self.close_row(row)
@@ -126,6 +133,7 @@ class Sampler:
         self._edits.close(row)
         self._penalties.close(row)
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Ints, out_position: Ints) -> Sampled:
         """One token for each row.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,8 +72,8 @@ def paged_step(
         table=table.to(device),
         max_query_len=max(query_len),
         max_kv_len=max(kv_len),
-        query_len_host=tuple(query_len),
-        kv_len_host=tuple(kv_len),
+        query_len_host=np.array(query_len, np.int32),
+        kv_len_host=np.array(kv_len, np.int32),
     )
 
     def random(heads: int, size: int) -> Tensor:
@@ -95,7 +96,9 @@ def expected_attention(step: PagedStep, *, scale: float, window: int = 0, softca
     pool_v[batch.kv_index] = step.v.double()
     out = torch.empty((*step.q.shape[:2], step.v.shape[2]), dtype=torch.float64, device=step.q.device)
     token = 0
-    for row, queries, length in zip(batch.rows.tolist(), batch.query_len_host, batch.kv_len_host, strict=True):
+    for row, queries, length in zip(
+        batch.rows.tolist(), batch.query_len_host.tolist(), batch.kv_len_host.tolist(), strict=True
+    ):
         for position in range(length - queries, length):
             first = max(0, position - window + 1) if window else 0
             pages = batch.table[row, first : position + 1].long()

@@ -42,8 +42,8 @@ def test_cpu_staging() -> None:
     attention = step.attention
     assert attention.query_start.tolist() == [0, 1, 2, 5, 7]
     assert (attention.num_decode, attention.max_query_len, attention.max_kv_len) == (2, 3, 9)
-    assert attention.query_len_host == (1, 1, 3, 2)
-    assert attention.kv_len_host == (5, 9, 3, 6)
+    assert attention.query_len_host.tolist() == [1, 1, 3, 2]
+    assert attention.kv_len_host.tolist() == [5, 9, 3, 6]
     assert (attention.positions.dtype, attention.kv_index.dtype) == (torch.int64, torch.int64)
 
 

@@ -40,7 +40,7 @@ def chi_square(counts: np.ndarray, p: np.ndarray) -> float:
 def test_draws_follow_the_filtered_softmax(params: dict[str, Any], vary: str) -> None:
     vocab = 64
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(7)) * 1.5
-    sampler = Sampler(DRAWS, vocab, torch.device("cpu"), ())
+    sampler = Sampler(DRAWS, 64, vocab, torch.device("cpu"), ())
     empty = np.zeros(0, np.int32)
     rows = np.arange(DRAWS, dtype=np.int32)
     for row in rows.tolist():

@@ -13,12 +13,12 @@ from inferserve.protocol.sampling import SamplingParams
 from inferserve.sampling.sampler import LOWEST_LOGPROB, Sampler
 from inferserve.sampling.uniform import uniform
 
-VOCAB, EOS = 211, (3, 5)
+VOCAB, EOS, LONGEST = 211, (3, 5), 1000
 NO_TOKENS = np.zeros(0, np.int32)
 
 
 def make(max_rows: int = 16, vocab: int = VOCAB) -> Sampler:
-    return Sampler(max_rows, vocab, torch.device("cpu"), EOS)
+    return Sampler(max_rows, LONGEST, vocab, torch.device("cpu"), EOS)
 
 
 def ints(*values: int) -> np.ndarray:
@@ -159,6 +159,30 @@ def test_histories_grow_past_their_first_size() -> None:
         assert sampler.sample(logits, rows, rows * 35 + step).token_ids.tolist() == expected
         for row in rows:
             outputs[row].append(expected[row])
+
+
+def test_rows_may_be_opened_in_any_mode_after_histories_have_grown() -> None:
+    """Torch refuses to change, outside inference mode, a tensor that was made in it."""
+    sampler = make()
+    params = SamplingParams(temperature=0.0, presence_penalty=0.1)
+    sampler.open_row(0, params, NO_TOKENS, np.zeros(255, np.int32))
+    with torch.inference_mode():
+        for position in (255, 256, 257):
+            sampler.sample(logits_of(1), ints(0), ints(position))
+    sampler.open_row(1, params, NO_TOKENS, ints(4))
+    best = int(logits_of(1).argmax())
+    sampler.open_row(2, params, NO_TOKENS, np.full(600, best, np.int32))
+    assert sampler.sample(logits_of(1).expand(2, -1), ints(1, 0), ints(1, 258)).token_ids.tolist() == [best, best]
+
+
+def test_histories_take_no_more_than_the_longest_sequences_need() -> None:
+    sampler = make(max_rows=11)
+    params = SamplingParams(temperature=0.0, presence_penalty=0.1)
+    for row in range(11):
+        sampler.open_row(row, params, NO_TOKENS, np.zeros(520, np.int32))
+    for position in range(520, LONGEST):
+        sampler.sample(logits_of(1), ints(3), ints(position))
+    assert sampler._penalties._history.shape == (11, LONGEST)
 
 
 def test_close_frees_the_row_for_another_sequence() -> None:
