@@ -61,7 +61,6 @@ class Runner:
     sampler: Sampler
     staging: Staging
 
-    @torch.inference_mode()
     def launch(self, batch: StepBatch) -> PendingStep:
         """Start a step; see `EngineBackend.launch`."""
         step = self.staging.put(batch)

@@ -16,7 +16,6 @@ import torch
 from inferserve.attention.base import AttentionBatch
 from inferserve.engine.step import StepBatch
 
-
 _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -28,34 +29,31 @@ from inferserve.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
-_CPU_WARMUP_TOKENS = 16
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class TorchBackend:
-    """An `EngineBackend` (see `step`)."""
+    """An `EngineBackend` (see `step`) for a resolved configuration.
+
+    All that touches tensors runs in inference mode, since what is made there cannot be changed outside.
+    """
 
     def __init__(self, config: ServerConfig, max_rows: int) -> None:
         self._config = config
         self._max_rows = max_rows
-        self._device = torch.device("cpu")
+        self._device = torch.device(config.engine.device)
         self._runner: Runner | None = None
 
+    @torch.inference_mode()
     def start(self) -> BackendFacts:
         """See EngineBackend."""
         config = self._config
-        self._device = _device(config)
         if self._device.type == "cpu":
-            torch.set_num_threads(config.engine.cpu_threads or torch.get_num_threads())
+            torch.set_num_threads(config.engine.cpu_threads)
+        elif not torch.cuda.is_available():
+            raise ConfigError(f"--device cuda: torch {torch.__version__} finds no CUDA device")
         model_config = read_model_config(Path(config.facts.folder))
-        dtype = dtype_of(config, model_config, self._device)
+        dtype = _DTYPES[config.model.data_type]
         model = self._load(dtype)
         try:
             pool = self._make_pool(model, model_config, dtype)
@@ -64,7 +62,7 @@ class TorchBackend:
                 f"too little device memory, lower --mem-fraction or --batch-max-tokens: {error}"
             ) from error
         if config.engine.warmup and self._device.type == "cpu":
-            self._warm_up(_CPU_WARMUP_TOKENS, 1)
+            self._warm_up(warmup.small(config, self._max_rows))
         gib = pool.tokens * KvPool.bytes_per_token(pool.shapes, dtype) / memory.GIB
         about: dict[str, str | int | float] = {
             "device": _device_name(self._device),
@@ -75,14 +73,17 @@ class TorchBackend:
         }
         return BackendFacts(pool.tokens, about)
 
+    @torch.inference_mode()
     def open_row(self, row: int, params: SamplingParams, prompt: Ints, output: Ints) -> None:
         """See EngineBackend."""
         self._ready().sampler.open_row(row, params, prompt, output)
 
+    @torch.inference_mode()
     def close_row(self, row: int) -> None:
         """See EngineBackend."""
         self._ready().sampler.close_row(row)
 
+    @torch.inference_mode()
     def launch(self, batch: StepBatch) -> PendingStep:
         """See EngineBackend."""
         return self._ready().launch(batch)
@@ -115,30 +116,36 @@ class TorchBackend:
         return pool
 
     def _measure(self, model: CausalModel, model_config: ModelConfig, dtype: torch.dtype, bytes_per_token: int) -> int:
-        """Tokens that --mem-fraction leaves on the device beside weights and the largest step."""
-        config = self._config
-        largest = config.schedule.batch_max_tokens or config.model.max_req_total_len
-        trial = KvPool(model.kv_shapes, largest + 2 * self._max_rows, dtype, self._device)
+        """Tokens that --mem-fraction leaves on the device beside weights and the largest steps.
+
+        What the allocator held at the peak counts, not what was in use: blocks that do not fit each other are part of
+        what a step takes.
+        """
+        extent = warmup.largest(self._config, self._max_rows)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        weights = torch.cuda.memory_reserved()
+        trial = KvPool(model.kv_shapes, extent.places, dtype, self._device)
         self._runner = self._make_runner(model, model_config, trial)
-        self._warm_up(min(largest, config.model.max_req_total_len), self._max_rows)
+        self._warm_up(extent)
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()
-        own = torch.cuda.max_memory_allocated() - trial.tokens * bytes_per_token
+        steps = torch.cuda.max_memory_reserved() - weights - trial.tokens * bytes_per_token
         self._runner = None
         del trial
         torch.cuda.empty_cache()
-        return memory.device_tokens(config, bytes_per_token, int(total * config.engine.mem_fraction) - others - own)
+        gib = {"weights_gib": weights, "largest_step_gib": steps, "others_gib": others, "device_gib": total}
+        event(log, "memory measured", **asdict(extent), **{name: round(n / memory.GIB, 2) for name, n in gib.items()})
+        budget = int(total * self._config.engine.mem_fraction) - others - weights - steps
+        return memory.device_tokens(self._config, bytes_per_token, budget)
 
     def _make_runner(self, model: CausalModel, model_config: ModelConfig, pool: KvPool) -> Runner:
         config, device = self._config, self._device
-        name = config.engine.attention_backend
-        if name == "auto":
-            name = "triton" if device.type == "cuda" else "reference"
         max_len = config.model.max_req_total_len
         return Runner(
             model=model,
-            attention=make_attention(name, pool, device),
+            attention=make_attention(config.engine.attention_backend, pool, device),
             kernels=kernels_for(device),
             sampler=Sampler(self._max_rows, max_len, model_config.vocab_size, device, config.model.eos_id),
             staging=CpuStaging(self._max_rows)
@@ -146,35 +153,15 @@ class TorchBackend:
             else CudaStaging(self._max_rows, max_len, device),
         )
 
-    def _warm_up(self, tokens: int, rows: int) -> None:
-        """One prefill of `tokens`, then a decode step of `rows` rows with a sampling filter."""
+    def _warm_up(self, extent: warmup.Extent) -> None:
+        """Every kind of step once, up to the sizes of `extent`. On CUDA the first start compiles for some time."""
         started = time.monotonic()
-        params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=1)
         table = np.zeros((self._max_rows, self._config.model.max_req_total_len), np.int32)
-        prompt = np.full(1, warmup.TOKEN, np.int32)
-        for row in range(rows):
-            self.open_row(row, params, prompt, prompt[:0])
-        self.launch(warmup.prefill(table, tokens)).result()
-        self.launch(warmup.decode(table, rows, min(tokens, table.shape[1]))).result()
-        for row in range(rows):
-            self.close_row(row)
-        event(log, "warmed up", tokens=tokens, rows=rows, seconds=round(time.monotonic() - started, 2))
-
-
-def _device(config: ServerConfig) -> torch.device:
-    wanted = config.engine.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device cuda: torch {torch.__version__} finds no CUDA device")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+        for phase in warmup.phases(self, table, extent):
+            if self._device.type == "cuda":
+                event(log, "warming up", phase=phase)
+        event(log, "warmed up", seconds=round(time.monotonic() - started, 2))
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-
-
-def dtype_of(config: ServerConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The flag's dtype; by default the model's own on CUDA (bfloat16 if it does not say), float32 on the CPU."""
-    asked = config.model.data_type
-    if asked != "auto":
-        return _DTYPES[asked]
-    return _DTYPES[model_config.dtype or "bfloat16"] if device.type == "cuda" else torch.float32

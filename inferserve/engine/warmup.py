@@ -1,55 +1,141 @@
-"""Made-up steps that touch what real ones touch: they compile kernels, fill allocators and show the peak of memory."""
+"""Made-up steps that do what real ones do: they compile kernels, fill allocators and show the peak of memory.
+
+What a kernel is compiled for besides the model: whether a context is long enough to be split, what the sampling filter
+reads (the model's logits, edited copies, some rows of such), and one token instead of many. Nothing here reads results.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
-from inferserve.engine.step import FROM_DEVICE, Ints, StepBatch
+from inferserve.config.schema import ServerConfig
+from inferserve.engine.step import FROM_DEVICE, EngineBackend, Ints, StepBatch
+from inferserve.protocol.sampling import MAX_TOP_LOGPROBS, SamplingParams
 
 TOKEN = 1
+_SHORT = 2
+
+_GREEDY = SamplingParams(temperature=0.0)
+_DRAWN = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, seed=1)
+_GREEDY_EDITED = SamplingParams(temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.1)
+_EVERYTHING = SamplingParams(
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    seed=1,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={TOKEN: 1.0},
+    min_tokens=16,
+    max_tokens=16,
+    logprobs=MAX_TOP_LOGPROBS,
+)
 
 
-def prefill(table: Ints, tokens: int) -> StepBatch:
-    """Row 0 computes `tokens` prompt tokens and samples one. Uses pool places [0, tokens)."""
-    positions = np.arange(tokens, dtype=np.int32)
-    table[0, :tokens] = positions
+@dataclass(frozen=True)
+class Extent:
+    """The most that steps may ask for.
+
+    Attributes:
+        rows: sequences that run at once.
+        length: tokens of one sequence.
+        tokens: query tokens of a step.
+        chunk: query tokens of one sequence in a step.
+    """
+
+    rows: int
+    length: int
+    tokens: int
+    chunk: int
+
+    @property
+    def places(self) -> int:
+        """KV tokens that the steps write to, from 0."""
+        return self.length + self.tokens
+
+
+def largest(config: ServerConfig, rows: int) -> Extent:
+    """What the configuration allows."""
+    schedule, length = config.schedule, config.model.max_req_total_len
+    tokens = schedule.batch_max_tokens or length
+    if schedule.disable_chunked_prefill:
+        return Extent(rows, length, max(tokens, length), length)
+    return Extent(rows, length, tokens, min(schedule.chunked_prefill_size or length, length, tokens))
+
+
+def small(config: ServerConfig, rows: int) -> Extent:
+    """Enough to run every kind of code once."""
+    length = min(16, config.model.max_req_total_len)
+    return Extent(min(4, rows), length, length + 4, length)
+
+
+def phases(backend: EngineBackend, table: Ints, extent: Extent) -> Iterator[str]:
+    """Run the steps phase by phase; yields the name of each before it starts.
+
+    Args:
+        table: int32 [rows, length] or larger, written to.
+    """
+    row, every = (_GREEDY,), extent.rows
+    yield "one row"
+    steps = [step(table, _SHORT, 0, (1,)), step(table, _SHORT, 1, ()), step(table, extent.length, 1, ())]
+    _run(backend, row, 0, [step(table, _SHORT, 0, (extent.chunk,)), *steps])
+    yield "sampling"
+    kinds = (_DRAWN, _EVERYTHING, _GREEDY_EDITED, _GREEDY)
+    for chosen in ((_DRAWN,), (_EVERYTHING,), kinds[1:3], kinds):
+        few = min(len(chosen), every, extent.tokens)
+        _run(backend, chosen[:few], 0, [step(table, _SHORT, few, ())])
+    yield "largest steps"
+    decode, chunks = _largest_mix(extent)
+    alone = min(every, extent.tokens)
+    steps = [step(table, extent.length, decode, chunks), step(table, extent.length, alone, ())]
+    _run(backend, (_EVERYTHING,) * every, max(0, extent.length - 1 - len(steps)), steps)
+
+
+def _run(backend: EngineBackend, params: Sequence[SamplingParams], said: int, steps: Sequence[StepBatch]) -> None:
+    """Row i has `params[i]`, a prompt of one token and `said` tokens of output behind it."""
+    prompt, output = np.full(1, TOKEN, np.int32), np.full(said, TOKEN, np.int32)
+    for row, own in enumerate(params):
+        backend.open_row(row, own, prompt, output)
+    for batch in steps:
+        backend.launch(batch).result()
+    for row in range(len(params)):
+        backend.close_row(row)
+
+
+def _largest_mix(extent: Extent) -> tuple[int, tuple[int, ...]]:
+    """Decode rows and chunks of a step with all its tokens, in as many rows as may be."""
+    prefill = min(extent.rows, -(-extent.tokens // extent.chunk))
+    decode = max(0, min(extent.rows - prefill, extent.tokens - prefill))
+    left = min(extent.tokens - decode, prefill * extent.chunk)
+    return decode, tuple(left // prefill + (i < left % prefill) for i in range(prefill))
+
+
+def step(table: Ints, length: int, decode: int, chunks: Sequence[int]) -> StepBatch:
+    """Rows [0, decode) compute their `length`-th token, then one row for each chunk its first tokens; all sample.
+
+    The contexts of the decode rows share their places; `length + decode + sum(chunks)` places are enough.
+    """
+    rows = np.arange(decode + len(chunks), dtype=np.int32)
+    query_len = np.array([1] * decode + list(chunks), np.int32)
+    positions = np.concatenate([np.full(decode, length - 1), *(np.arange(chunk) for chunk in chunks)]).astype(np.int32)
+    kv_index = np.arange(length - 1, length - 1 + len(positions), dtype=np.int32)
+    table[:decode, : length - 1] = np.arange(length - 1, dtype=np.int32)
+    table[np.repeat(rows, query_len), positions] = kv_index
     return StepBatch(
         step=0,
-        rows=_ints(0),
-        num_decode=0,
-        query_len=_ints(tokens),
-        kv_len=_ints(tokens),
-        token_ids=np.full(tokens, TOKEN, np.int32),
+        rows=rows,
+        num_decode=decode,
+        query_len=query_len,
+        kv_len=np.array([length] * decode + list(chunks), np.int32),
+        token_ids=np.array([FROM_DEVICE] * decode + [TOKEN] * sum(chunks), np.int32),
         positions=positions,
-        kv_index=positions.copy(),
+        kv_index=kv_index,
         table=table,
-        new_prefix=(),
-        sample=_ints(0),
-        out_position=_ints(0),
+        new_prefix=tuple((row, length - 1) for row in range(decode)),
+        sample=rows.copy(),
+        out_position=np.ones(len(rows), np.int32),
     )
-
-
-def decode(table: Ints, rows: int, length: int) -> StepBatch:
-    """Rows [0, rows) compute their `length`-th token, all over the same places, and sample. `rows + length` places."""
-    index = np.arange(rows, dtype=np.int32)
-    own = length - 1 + index
-    table[:rows, : length - 1] = np.arange(length - 1, dtype=np.int32)
-    table[:rows, length - 1] = own
-    return StepBatch(
-        step=1,
-        rows=index,
-        num_decode=rows,
-        query_len=np.ones(rows, np.int32),
-        kv_len=np.full(rows, length, np.int32),
-        token_ids=np.full(rows, FROM_DEVICE, np.int32),
-        positions=np.full(rows, length - 1, np.int32),
-        kv_index=own,
-        table=table,
-        new_prefix=tuple((row, length - 1) for row in range(rows)),
-        sample=index.copy(),
-        out_position=np.ones(rows, np.int32),
-    )
-
-
-def _ints(value: int) -> Ints:
-    return np.array([value], np.int32)

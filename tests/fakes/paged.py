@@ -108,3 +108,20 @@ def expected_attention(step: PagedStep, *, scale: float, window: int = 0, softca
                 out[token, head] = score.softmax(0) @ pool_v[pages, head // group]
             token += 1
     return out
+
+
+def among_strangers(step: PagedStep, row: int) -> tuple[PagedStep, slice]:
+    """The step with NaN in all that the `row`-th of its rows does not own, pool and new tokens; and its tokens."""
+    batch = step.batch
+    start, stop = batch.query_start[row : row + 2].tolist()
+    pages = batch.table[int(batch.rows[row]), : int(batch.kv_len[row])].long()
+    pool = KvPool(step.pool.shapes, step.pool.tokens, step.q.dtype, step.q.device)
+    for mine, theirs in ((pool.k[0], step.pool.k[0]), (pool.v[0], step.pool.v[0])):
+        mine.fill_(torch.nan)
+        mine[pages] = theirs[pages]
+    tokens = []
+    for tensor in (step.q, step.k, step.v):
+        alone = torch.full_like(tensor, torch.nan)
+        alone[start:stop] = tensor[start:stop]
+        tokens.append(alone)
+    return PagedStep(batch, pool, *tokens), slice(start, stop)

@@ -33,10 +33,12 @@ def server_config(folder: Path, **settings: Any) -> ServerConfig:
     """A resolved configuration for a model folder; on the CPU unless `device` says otherwise."""
     facts = ModelFacts(folder=str(folder), gguf_file=str(settings.pop("gguf_file", "")))
     longest = settings.pop("max_req_total_len", LONGEST)
+    device = settings.pop("device", "cpu")
     return ServerConfig(
         model=ModelPart(max_req_total_len=longest, eos_id=(2,), data_type=settings.pop("data_type", "float32")),
         engine=EnginePart(
-            device=settings.pop("device", "cpu"),
+            device=device,
+            attention_backend="triton" if device == "cuda" else "reference",
             cpu_threads=settings.pop("cpu_threads", 1),
             max_total_token_num=settings.pop("kv_tokens", 4096),
             **settings,

@@ -100,7 +100,7 @@ def test_steps_ahead_without_waiting(oracle: Callable[[str], Oracle]) -> None:
     backend.start()
     prompts = [p[:16] for p in truth.prompts if len(p) >= 16][:4]
     first = [prefill(backend, row, prompt) for row, prompt in enumerate(prompts)]
-    backend.launch(warmup.decode(np.zeros((ROWS, LONGEST), np.int32), 4, 2)).result()
+    backend.launch(warmup.step(np.zeros((ROWS, LONGEST), np.int32), 2, 4, ())).result()
     again = [prefill(backend, row, prompt) for row, prompt in enumerate(prompts)]
     assert again == first
     pending: list[PendingStep] = []

@@ -10,7 +10,7 @@ from inferserve.attention.reference import ReferenceAttention, group_by_length
 from inferserve.attention.registry import make_attention
 from inferserve.errors import ConfigError
 from inferserve.kv.pool import KvShape
-from tests.fakes.paged import PagedStep, expected_attention, paged_step
+from tests.fakes.paged import PagedStep, among_strangers, expected_attention, paged_step
 
 SHAPE = KvShape(kv_heads=2, head_dim=16)
 STEPS = {
@@ -82,6 +82,19 @@ def test_a_rows_nan_stays_its_own() -> None:
     out = run(step, LayerSpec(0, 0.3))
     assert out[1].isnan().all()
     assert out[[0, 2, 3, 4, 5, 6]].isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["shuffled", "descending", "contiguous"])
+@pytest.mark.parametrize(
+    "spec", [LayerSpec(0, 0.3), LayerSpec(0, 0.3, window=8), LayerSpec(0, 0.3, softcap=2.0)], ids=str
+)
+def test_nothing_of_other_rows_is_read(spec: LayerSpec, layout: str) -> None:
+    """Not even with weight 0: freed places keep what they held, and 0 x NaN is NaN."""
+    rows = STEPS["everything"]
+    together = run(paged_step(rows, SHAPE, 6, layout=layout), spec)
+    for row in range(len(rows)):
+        alone, tokens = among_strangers(paged_step(rows, SHAPE, 6, layout=layout), row)
+        torch.testing.assert_close(run(alone, spec)[tokens], together[tokens], rtol=1e-6, atol=1e-6)
 
 
 def test_groups_bound_their_padding() -> None:
