@@ -44,7 +44,7 @@ def resolve(asked: ServerConfig, report: Report = _report) -> ServerConfig:
     fake = asked.engine.engine == "fake"
     files = read_model(source, with_weights=not fake, eos_given=bool(asked.model.eos_id))
     config = _fill(asked, source, files)
-    problems = check_resolved(config, files.config.context_length)
+    problems = [*check_resolved(config, files.config.context_length), *_check_rope(config, files)]
     if problems:
         raise ConfigError(*problems)
     return config
@@ -60,6 +60,19 @@ def _check_files(asked: ServerConfig) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             problems.append(f"--chat-template {template}: {getattr(error, 'strerror', None) or error}")
     return problems
+
+
+def _check_rope(config: ServerConfig, files: ModelFiles) -> list[str]:
+    """Dynamic NTK rope turns every earlier key anew as a text outgrows the original context: no cached KV is right then."""
+    original = files.config.max_position
+    if files.config.rope.kind != "dynamic" or config.model.max_req_total_len <= original:
+        return []
+    if config.engine.disable_dynamic_prompt_cache and config.schedule.disable_chunked_prefill:
+        return []
+    return [
+        f"--max-req-total-len {config.model.max_req_total_len}: dynamic rope scaling beyond {original} tokens needs"
+        " --disable-dynamic-prompt-cache and --disable-chunked-prefill"
+    ]
 
 
 def _check_device(asked: ServerConfig) -> list[str]:
@@ -112,7 +125,8 @@ def _model(asked: ServerConfig, source: ModelSource, files: ModelFiles, device: 
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else files.config.dtype or "bfloat16"
     pool = asked.engine.fake_kv_tokens or asked.engine.max_total_token_num
-    longest = min(files.config.context_length, LONGEST_DEFAULT, pool or LONGEST_DEFAULT)
+    context = files.config.max_position if files.config.rope.kind == "dynamic" else files.config.context_length
+    longest = min(context, LONGEST_DEFAULT, pool or LONGEST_DEFAULT)
     return replace(
         model,
         data_type=dtype,

@@ -329,3 +329,14 @@ def test_control_groups_limit_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_hidden_gpus_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "CUDA_VISIBLE_DEVICES" in machine.cuda_problem()
+
+
+def test_dynamic_rope_beyond_its_original_context_needs_a_plain_prefill(tmp_path: Path) -> None:
+    scaling = {"type": "dynamic", "factor": 4.0}
+    folder = write_model(tmp_path / "m", max_position_embeddings=64, rope_theta=10000.0, rope_scaling=scaling)
+    assert _resolve(folder).model.max_req_total_len == 64
+    longer = ("--max-req-total-len", "128")
+    (problem,) = _problems(folder, *longer)
+    assert "--disable-dynamic-prompt-cache and --disable-chunked-prefill" in problem
+    plain = _resolve(folder, *longer, "--disable-dynamic-prompt-cache", "--disable-chunked-prefill")
+    assert plain.model.max_req_total_len == 128
