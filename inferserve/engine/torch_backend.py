@@ -131,7 +131,7 @@ class TorchBackend:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()
-        steps = torch.cuda.max_memory_reserved() - weights - trial.tokens * bytes_per_token
+        steps = max(0, torch.cuda.max_memory_reserved() - weights - trial.tokens * bytes_per_token)
         self._runner = None
         del trial
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Random numbers of a row as a function of its seed and output position, and of nothing else.
 
 Counter-based: there is no state to save, resume, or share between rows, so neither pausing a row nor its neighbours
-can change its text.
+can change its text. The same finaliser as `protocol.seeds` has for single numbers, here over arrays of them.
 """
 
 from __future__ import annotations
