@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -21,6 +20,7 @@ import msgspec
 import zmq
 
 from inferserve.config import schema
+from inferserve.config.machine import process_age
 from inferserve.errors import ConfigError, PeerGone
 from inferserve.log import event, setup
 from inferserve.protocol.boot import Boot
@@ -48,7 +48,6 @@ class Child:
         self.config = schema.decode(boot.config)
         self.control = ChildControl(boot.control_fd)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.started = time.monotonic()
         self.service_ready = False
         self._outboxes: dict[str, Outbox] = {}
 
@@ -69,7 +68,7 @@ class Child:
         """Tell the launcher that this process serves. Freezes start-up objects out of the garbage collector."""
         gc.collect()
         gc.freeze()
-        seconds = round(time.monotonic() - self.started, 3)
+        seconds = round(process_age(), 3)
         event(log, "ready", seconds=seconds, **facts)
         self.control.send(Ready({"seconds": seconds, **facts}))
 
@@ -121,8 +120,10 @@ def read_boot(argv: list[str]) -> Boot:
 
 def run(body: Callable[[Child], None]) -> int:
     """Process main: returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # The launcher started us with both blocked: neither may end a process that is still importing.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     _die_with_parent()
     child = Child(read_boot(sys.argv))
     if child.control.gone():

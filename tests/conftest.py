@@ -1,9 +1,10 @@
-"""Fixtures of all tests: where the demo model is, and the rule that no test may unpickle anything."""
+"""What holds for all tests: signals as in a terminal, and the rule that no test may unpickle anything."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU, Triton's interpreter runs the kernels. Read when triton is imported, hence so early.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell ignores it for what it starts in the background, and so would every server that a test starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

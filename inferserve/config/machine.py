@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from inferserve.config import env
@@ -27,6 +28,12 @@ def interpreter() -> list[str]:
     """
     here = str(Path.cwd())
     return [sys.executable] if here in sys.path or "" in sys.path else [sys.executable, "-P"]
+
+
+def process_age() -> float:
+    """Seconds since the kernel started this process: with the interpreter's own start and all imports."""
+    ticks = int((_PROC / "self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def cuda_problem() -> str:

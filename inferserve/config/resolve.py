@@ -19,7 +19,11 @@ from inferserve.config.schema import EnginePart, ModelFacts, ModelPart, Schedule
 from inferserve.errors import ConfigError
 
 LONGEST_DEFAULT = 16384
-_CHUNK = {"cuda": 4096, "cpu": 512}
+# Prompt tokens of one sequence in a step, and how many such chunks a step holds. On a CPU a step is short (0.8 s for
+# 512 tokens of a 135M model on two cores): everybody's next token, and an abort, wait for its end.
+_CHUNK = {"cuda": 4096, "cpu": 256}
+_CHUNKS = {"cuda": 2, "cpu": 1}
+_DECODE_ROOM = 256
 _FAKE_KV_TOKENS = 1048576
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -145,7 +149,7 @@ def _schedule(asked: SchedulePart, longest: int, device: str) -> SchedulePart:
     return replace(
         asked,
         chunked_prefill_size=chunk,
-        batch_max_tokens=asked.batch_max_tokens or max(chunk, min(2 * chunk + 256, longest)),
+        batch_max_tokens=asked.batch_max_tokens or max(chunk, min(_CHUNKS[device] * chunk + _DECODE_ROOM, longest)),
     )
 
 

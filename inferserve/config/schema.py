@@ -70,9 +70,11 @@ class SchedulePart:
     running_max_req_size: int = flag(256, "sequences that run at once")
     max_queued_requests: int = flag(1024, "sequences that may wait; beyond it requests get 429")
     batch_max_tokens: int = flag(
-        0, "tokens of one step, prefill and decode together", auto="2 x chunk + 256, at most context"
+        0,
+        "tokens of one step, prefill and decode together",
+        auto="2 x chunk + 256 on CUDA, chunk + 256 on CPU; at most --max-req-total-len",
     )
-    chunked_prefill_size: int = flag(0, "prompt tokens of one sequence in one step", auto="4096 on CUDA, 512 on CPU")
+    chunked_prefill_size: int = flag(0, "prompt tokens of one sequence in one step", auto="4096 on CUDA, 256 on CPU")
     disable_chunked_prefill: bool = flag(False, "prefill a prompt in one step")
     router_token_ratio: float = flag(
         0.85,

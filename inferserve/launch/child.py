@@ -15,6 +15,7 @@ from inferserve.config import env
 from inferserve.config.machine import interpreter
 from inferserve.errors import BadMessage, PeerGone
 from inferserve.launch.processes import ProcessSpec
+from inferserve.launch.signals import held
 from inferserve.protocol.boot import Boot
 from inferserve.protocol.messages import Fault, FromLauncher, ToLauncher
 from inferserve.transport.control import ParentControl
@@ -129,13 +130,14 @@ def spawn(spec: ProcessSpec, index: int, incarnation: int, wiring: Wiring, *, te
     try:
         os.write(boot_fd, msgspec.msgpack.encode(boot))
         fds = (boot_fd, boot.control_fd, boot.inbox_fd, boot.listen_fd, *boot.segments.values())
-        popen = subprocess.Popen(
-            [*interpreter(), "-m", spec.module, "--boot-fd", str(boot_fd)],
-            pass_fds=[fd for fd in fds if fd >= 0],
-            stdin=None if terminal else subprocess.DEVNULL,
-            start_new_session=not terminal,
-            env=env.child_environment(one_thread=not spec.threads),
-        )
+        with held():  # Ctrl-C in a terminal and a stop by the init system reach children too
+            popen = subprocess.Popen(
+                [*interpreter(), "-m", spec.module, "--boot-fd", str(boot_fd)],
+                pass_fds=[fd for fd in fds if fd >= 0],
+                stdin=None if terminal else subprocess.DEVNULL,
+                start_new_session=not terminal,
+                env=env.child_environment(one_thread=not spec.threads),
+            )
     except OSError:
         parent_end.close()
         raise

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from inferserve.config import env
+from inferserve.config.machine import process_age
 from inferserve.errors import ConfigError
 
 _LOCK = "lock"
@@ -24,12 +25,6 @@ _STATUS = "status.json"
 _NEW = ".new-"
 # A directory without a lock belongs to a launcher that is just starting, or that died while doing so.
 _STARTING_S = 60.0
-
-
-def started_at() -> float:
-    """Seconds since this process was started by the kernel; includes the interpreter's own start."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class RunDir:
@@ -49,7 +44,7 @@ class RunDir:
             temporary = Path(tempfile.mkdtemp(prefix=_NEW, dir=base))
             fd = os.open(temporary / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            start = time.time() - started_at()
+            start = time.time() - process_age()
             os.write(fd, json.dumps({"pid": os.getpid(), "started": round(start, 2)}).encode() + b"\n")
             path = temporary.with_name("boot-" + temporary.name.removeprefix(_NEW))
             temporary.rename(path)

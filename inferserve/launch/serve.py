@@ -14,6 +14,7 @@ import zmq
 from inferserve import log as logs
 from inferserve.config import schema
 from inferserve.config.cli import Invocation
+from inferserve.config.machine import process_age
 from inferserve.config.resolve import resolve
 from inferserve.config.schema import ServerConfig
 from inferserve.errors import ConfigError, PeerGone
@@ -21,7 +22,7 @@ from inferserve.launch.child import Wiring
 from inferserve.launch.family import Family
 from inferserve.launch.memory import check_memory
 from inferserve.launch.processes import TABLE, ProcessSpec
-from inferserve.launch.run_dir import RunDir, started_at
+from inferserve.launch.run_dir import RunDir
 from inferserve.launch.signals import Signals
 from inferserve.launch.sockets import bind_api, bind_inbox, url_of
 from inferserve.launch.supervisor import Hooks, State, Supervisor, Timing
@@ -112,7 +113,7 @@ class _Service:
                 sock.close()
 
     def _ready(self) -> None:
-        log.info("serving %s on %s in %.1f s", self._config.model_names[0], self._url, started_at())
+        log.info("serving %s on %s in %.1f s", self._config.model_names[0], self._url, process_age())
 
     def _worker_lost(self, index: int) -> None:
         """Tell the router that nobody waits for the slots of http worker `index` any more."""
@@ -128,4 +129,7 @@ class _Service:
 
     def _changed(self, state: State, family: Family) -> None:
         processes = {c.name: {"pid": c.popen.pid, "incarnation": c.boot.incarnation} for c in family}
-        self._run_dir.write_status(state=str(state), launcher=os.getpid(), url=self._url, processes=processes)
+        try:
+            self._run_dir.write_status(state=str(state), launcher=os.getpid(), url=self._url, processes=processes)
+        except OSError as error:  # a full disk does not end a service
+            log.warning("the status file is out of date: %s", error)

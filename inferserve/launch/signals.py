@@ -9,9 +9,20 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 _WATCHED = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """SIGTERM and SIGINT wait while the block runs; a process started in it has them blocked until it lets them in."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Interrupted(BaseException):

@@ -128,6 +128,8 @@ class Supervisor:
             log.error("not even SIGKILL ends %s", ", ".join(stuck))
         if self._last_words:
             log.error(self._last_words)
+        else:
+            event(log, "stopped")
         return self._exit_code
 
     def _handle(self, happening: Happening) -> None:

@@ -62,8 +62,7 @@ def test_e20_streams_that_are_closed(kind: str, request: pytest.FixtureRequest) 
         await asyncio.gather(*[one(i) for i in range(clients)])
 
     asyncio.run(crowd())
-    seconds = server.wait_until_idle(2.0)
-    assert seconds <= 2.0
+    server.wait_until_idle(2.0)
     assert _aborted(server) - before == clients
     assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 2}).status_code == 200
 

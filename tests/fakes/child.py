@@ -7,6 +7,7 @@ written line by line to `<name>.log` in the folder FAKE_CHILDREN_LOG.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,12 +19,12 @@ from pathlib import Path
 from inferserve.errors import ConfigError
 from inferserve.process import Child, Waiter, run
 from inferserve.protocol.boot import ROLE_ROUTER
-from inferserve.protocol.messages import Drain, Drained, RouterMessage, WorkerLost
+from inferserve.protocol.messages import Drain, Drained, RouterMessage, ServiceReady, WorkerLost
 
 
 @dataclass(frozen=True)
 class Script:
-    """How one child behaves; `until_incarnation` limits misbehaviour to the first incarnations."""
+    """How one child behaves; `die_after` counts from ServiceReady."""
 
     ready_after: float = 0.0
     fault: str = ""
@@ -33,13 +34,11 @@ class Script:
     drain_takes: float = 0.0
     ignores_stop: bool = False
     grandchild: bool = False
-    until_incarnation: int = 1_000_000
 
 
 def _script(child: Child) -> Script:
     scripts = json.loads(os.environ.get("FAKE_CHILDREN", "{}"))
-    script = Script(**scripts.get(child.boot.name, {}))
-    return script if child.boot.incarnation <= script.until_incarnation else Script()
+    return Script(**scripts.get(child.boot.name, {}))
 
 
 def _note(child: Child, line: str) -> None:
@@ -69,20 +68,22 @@ def body(child: Child) -> None:
     inbox = child.inbox(RouterMessage)
     waiter = Waiter(child, inbox)
     _start(child, script)
-    born, drained_at, told = time.monotonic(), -1.0, False
+    served_at, drained_at, told = math.inf, -1.0, False
     handle = child.handle_control
 
     def handle_and_note() -> object:
-        nonlocal drained_at
+        nonlocal served_at, drained_at
         message = handle()
         _note(child, type(message).__name__)
+        if isinstance(message, ServiceReady):
+            served_at = time.monotonic()
         if isinstance(message, Drain):
             drained_at = time.monotonic() + script.drain_takes
         return message
 
     child.handle_control = handle_and_note  # type: ignore[method-assign,assignment]
     while True:
-        if 0 <= script.die_after < time.monotonic() - born:
+        if 0 <= script.die_after < time.monotonic() - served_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if 0 <= drained_at <= time.monotonic() and not told:
             told = True

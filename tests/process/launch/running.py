@@ -91,6 +91,10 @@ class Launched:
         self._reader.join(5)
         return status
 
+    def logged(self, text: str) -> bool:
+        """Whether a line on stderr holds `text`."""
+        return any(text in line for line in self.lines)
+
     def last_line(self) -> str:
         """The last line on stderr."""
         return self.lines[-1].rstrip() if self.lines else ""

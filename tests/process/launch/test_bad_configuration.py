@@ -111,6 +111,7 @@ def test_a_model_that_cannot_be_served(tmp_path: Path, damage: Callable[[Path], 
 def test_too_many_slots_for_the_memory(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", max_position_embeddings=10_000_000)
     flags = ["--max-req-total-len", "10000000", "--max-queued-requests", "1000000", "--engine", "fake"]
+    flags += ["--fake-kv-tokens", "10000000"]
     (line,) = _serve(tmp_path, "--port", "0", "--model-dir", str(model), *flags)
     assert "needed" in line and "available" in line and "--max-queued-requests" in line
 

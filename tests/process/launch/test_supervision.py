@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.fakes.model_folder import write_model
+from tests.pace import slowness
 from tests.process.launch.running import ROLES, Launched
 
 
@@ -89,7 +90,7 @@ def test_a_dead_core_process_ends_the_service(folder: Path, model: Path, role: s
         os.kill(launched.pids()[role], signal.SIGSEGV)
         began = time.monotonic()
         assert launched.end() == 70
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 2.0 * slowness()
         assert f"{role} died: killed by SIGSEGV" in launched.last_line()
         assert _gone(pids, 0)
         assert "stop" in launched.saw("http-0")
@@ -115,7 +116,7 @@ def test_sigterm_drains_then_stops(folder: Path, model: Path) -> None:
         launched.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert launched.end() == 0
-        assert 0.6 < time.monotonic() - began < 2.5
+        assert 0.6 < time.monotonic() - began < 2.5 * slowness()
         assert launched.saw("http-0")[-2:] == ["Drain", "stop"]
         assert "Drain" not in launched.saw("router")
         assert list(launched.runs.iterdir()) == []
@@ -126,7 +127,7 @@ def test_the_drain_has_a_deadline(folder: Path, model: Path) -> None:
         launched.serving()
         launched.process.send_signal(signal.SIGTERM)
         assert launched.end(4) == 0
-        assert any("drain deadline passed" in line for line in launched.lines)
+        assert launched.logged("drain deadline passed")
 
 
 @pytest.mark.parametrize(
@@ -138,13 +139,25 @@ def test_sigint_or_a_second_signal_stops_now(folder: Path, model: Path, numbers:
         launched.serving()
         pids = list(launched.pids().values())
         pids.append(int(launched.saw("engine-0")[1].split()[1]))
-        for number in numbers:
+        for number, answer in zip(numbers, ["draining", "stopping"][-len(numbers) :], strict=True):
             launched.process.send_signal(number)
-            time.sleep(0.1)
+            # Two at once may reach a process as one.
+            launched.until(lambda: launched.logged(f"{answer} signal={signal.Signals(number).name}"))  # noqa: B023
         began = time.monotonic()
         assert launched.end() == 0
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - began < 2.5 * slowness()
         assert _gone(pids, 0.5)
+
+
+def test_signals_do_not_end_children_that_still_import(folder: Path, model: Path) -> None:
+    """As Ctrl-C does with the foreground process, and an init system that signals a whole control group."""
+    with Launched(folder, model) as launched:
+        for role in ROLES:
+            pid = launched.until(lambda: launched.pids().get(role))  # noqa: B023
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        launched.serving()
+        assert all(len(launched.saw(role)) >= 1 for role in ROLES)
 
 
 def test_sighup_is_ignored(folder: Path, model: Path) -> None:
@@ -166,7 +179,7 @@ def test_signals_during_start(folder: Path, model: Path, delay: float, number: i
         launched.process.send_signal(number)
         began = time.monotonic()
         status = launched.end()
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - began < 2.5 * slowness()
         # Before main runs, the signal finds Python's own handling and nothing to stop.
         assert status == 0 or (status < 0 and not launched.lines) or "KeyboardInterrupt" in launched.last_line()
 
@@ -180,7 +193,7 @@ def test_kill_of_the_launcher_leaves_nothing(folder: Path, model: Path, serving:
         if serving:
             launched.serving()
         launched.process.kill()
-        assert _gone(pids, 2.0)
+        assert _gone(pids, 2.0 * slowness())
         left = [path.name for path in launched.runs.iterdir()]
         assert len(left) == 1
     assert set(Path("/dev/shm").iterdir()) <= shm
