@@ -10,8 +10,11 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferserve.errors import RequestError, RequestFailed
@@ -19,12 +22,13 @@ from inferserve.http import problems
 from inferserve.http.generation import Disconnected
 from inferserve.http.problems import Refused
 from inferserve.http.service import GenerationService
-from inferserve.http.streams import PENDING, GenerationResponse
+from inferserve.http.streams import SUBMITTED
 from inferserve.log import event
 
 log = logging.getLogger(__name__)
 
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream"})
+Route = Callable[[Request], Awaitable[Response]]
+
 MAX_HEADER_BYTES = 16 * 1024
 MAX_HEADERS = 100
 MAX_ID_CHARS = 128
@@ -42,12 +46,17 @@ class Edge:
 
     Args:
         app: the app.
+        generation: its POST routes that generate, by path. They are called from here: they need nothing of the layers in
+            between, which would cost something on each token and, cold after a quiet moment, on the first.
         service: its gate and failure counter are used.
         max_body_bytes: larger bodies get 413.
     """
 
-    def __init__(self, app: ASGIApp, service: GenerationService, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, generation: Mapping[str, Route], service: GenerationService, max_body_bytes: int
+    ) -> None:
         self._app = app
+        self._generation = generation
         self._service = service
         self._max_body_bytes = max_body_bytes
 
@@ -67,10 +76,10 @@ class Edge:
         state["request_id"] = _printable(headers.get(b"x-request-id")) or uuid.uuid4().hex
         state["session_id"] = _printable(headers.get(b"x-session-id"))
         answer = _Answer(send, state["request_id"])
-        generates = scope["path"] in GENERATION_PATHS and scope["method"] == "POST"
+        route = self._generation.get(scope["path"]) if scope["method"] == "POST" else None
         entered = False
         try:
-            if generates:
+            if route is not None:
                 self._service.serving.enter()
                 entered = True
             body = await self._checked_body(scope, headers, receive)
@@ -80,20 +89,18 @@ class Edge:
         except Disconnected:
             return
         else:
-            await self._inner(scope, _Replay(body, receive), answer)
+            await self._inner(route, scope, _Replay(body, receive), answer)
         finally:
-            if generates and answer.status >= 400 and not _was_submitted(scope):
+            if route is not None and answer.status >= 400 and SUBMITTED not in state:
                 self._service.refused(problems.failure_reason(answer.status))
             if entered:
                 self._service.serving.leave()
 
-    async def _inner(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        """FastAPI, and then the generation that a route may have left to be run. The border of a request: it may fail."""
+    async def _inner(self, route: Route | None, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """The border of a request: it may fail."""
         try:
-            await self._app(scope, receive, answer)
-            generation: GenerationResponse | None = scope["state"].get(PENDING)
-            if generation is not None:
-                await generation.run(receive, answer)
+            inner = self._app if route is None else await route(Request(scope, receive))
+            await inner(scope, receive, answer)
         except Disconnected:
             return
         except RequestError as error:
@@ -180,11 +187,6 @@ class _Replay:
             return await self._receive()
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
-
-
-def _was_submitted(scope: Scope) -> bool:
-    generation: GenerationResponse | None = scope["state"].get(PENDING)
-    return generation is not None and generation.submitted
 
 
 async def _discard(receive: Receive) -> None:

@@ -14,6 +14,8 @@ from inferserve.http.prompts import ChatPrompt, PromptEncoder, TextTokenizer
 from inferserve.http.serving import Serving
 from inferserve.metrics.requests import RequestMetrics
 
+_MAX_SHOWN_CHARS = 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -54,7 +56,9 @@ class Limits:
     def check_model(self, name: str | None) -> None:
         """Raises NotFound for a model that is not served; None means the one that is."""
         if name is not None and name not in self.model_names:
-            raise NotFound(f"The model `{name}` does not exist.", param="model", code="model_not_found")
+            raise NotFound(
+                f"The model `{name[:_MAX_SHOWN_CHARS]}` does not exist.", param="model", code="model_not_found"
+            )
 
     def check_prompt(self, prompt: list[int], param: str) -> None:
         """A prompt needs a token, ids of the vocabulary, and room for one token of output.

@@ -24,8 +24,8 @@ from inferserve.http.service import GenerationService
 
 log = logging.getLogger(__name__)
 
-# Where a route leaves its GenerationResponse in the scope's state.
-PENDING = "generation_response"
+# Set in the scope's state once a request is submitted.
+SUBMITTED = "submitted"
 DONE = b"data: [DONE]\n\n"
 # What an unstreamed answer may hold of its tokens (logprobs); 20 alternatives take 1.5 KB a token.
 MAX_DETAILS_BYTES = 64 * 2**20
@@ -99,27 +99,20 @@ class WholeFormat(Protocol):
 
 
 class GenerationResponse(Response):
-    """What a generation route returns. FastAPI only sees it pass; `Edge` runs it when all inner layers have returned,
-    because each of them would cost something on each token.
-    """
+    """What a generation route returns; `Edge` runs it."""
 
     def __init__(self, service: GenerationService, request: GenerateRequest) -> None:
         super().__init__()
-        self.submitted = False
         self._service = service
         self._request = request
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """ASGI entry: leaves itself for `Edge`."""
-        scope["state"][PENDING] = self
-
-    async def run(self, receive: Receive, send: Send) -> None:
-        """Submit the request and answer with what comes of it.
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry: submit the request and answer with what comes of it.
 
         Raises the RequestError of a request that failed before anything was sent; Disconnected when the client left.
         """
         generation = self._service.submit(self._request)
-        self.submitted = True
+        scope["state"][SUBMITTED] = True
         watch = asyncio.create_task(_watch(receive, generation))
         try:
             await self._answer(generation, send)
