@@ -18,11 +18,11 @@ from typing import Any
 import uvloop
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
-from hypercorn.protocol.h11 import H11Protocol
 from starlette.types import ASGIApp
 
 from inferserve.errors import RequestError, RequestFailed, Unavailable
 from inferserve.http.app import create_app
+from inferserve.http.connections import adapt_hypercorn
 from inferserve.http.dispatch import Dispatcher
 from inferserve.http.live import LiveRequests
 from inferserve.http.metrics_route import Scraper
@@ -108,18 +108,6 @@ def hypercorn_config(listen_fd: int) -> Config:
     config.graceful_timeout = STOP_GRACE_S / 2
     config.read_timeout = None
     return config
-
-
-def speak_http1_only() -> None:
-    """Hypercorn takes HTTP/2 in clear text, by preface or upgrade, and has no switch for it: remove its check for that.
-
-    Streams of one connection would escape the limits that are per connection; clients without TLS do not ask for it.
-    """
-
-    async def no_other_protocol(_: H11Protocol, __: object) -> None:
-        return
-
-    H11Protocol._check_protocol = no_other_protocol
 
 
 class Worker:
@@ -229,7 +217,7 @@ def body(child: Child) -> None:
     """Process body: build, serve, end."""
     parts = build(child)
     limit_writes(child.boot.listen_fd)
-    speak_http1_only()
+    adapt_hypercorn()
     app: Any = create_app(parts.service, child.config)
 
     async def work() -> None:

@@ -23,7 +23,7 @@ from inferserve.http.openai.schema import Body
 from inferserve.http.prompts import TextTokenizer
 from inferserve.http.service import GenerationService, Limits
 from inferserve.http.streams import Choice, StreamedResponse, WholeResponse, error_event, json_line
-from inferserve.protocol.sampling import MAX_N, MAX_STOP_STRINGS, SamplingParams
+from inferserve.protocol.sampling import MAX_N, MAX_STOP_STRINGS, MIN_REPETITION_PENALTY, SamplingParams
 
 _INT32 = 2**31 - 1
 
@@ -65,7 +65,7 @@ class Parameters(Body):
     do_sample: bool | None = Field(None, description="false takes the likeliest token.")
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=100)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None

@@ -20,6 +20,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_N = 64
+# Logits are divided by it in float32: with much less, a legal request would end in values that are not finite.
+MIN_REPETITION_PENALTY = 0.01
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -75,8 +77,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
                 raise InvalidRequest(f"{rule.field} must be in [{rule.low}, {rule.high}]", param=rule.field)
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest("top_p must be in (0, 1]", param="top_p")
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise InvalidRequest("repetition_penalty must be in (0, 100]", param="repetition_penalty")
         if self.top_k == 0:
             raise InvalidRequest("top_k must be -1 (all) or at least 1", param="top_k")
         if self.min_tokens > self.max_tokens:
@@ -118,6 +118,7 @@ _RANGES = (
     _Range("min_p", 0.0, 1.0),
     _Range("presence_penalty", -2.0, 2.0),
     _Range("frequency_penalty", -2.0, 2.0),
+    _Range("repetition_penalty", MIN_REPETITION_PENALTY, 100.0),
     _Range("top_k", -1, 2**31 - 1),
     _Range("seed", 0, 2**63 - 1),
     _Range("max_tokens", 1, 2**31 - 1),

@@ -104,7 +104,7 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "min_p": ([0, 1, 0.3], [-0.1, 1.1]),
     "presence_penalty": ([-2, 2, 0], [-2.1, 2.1, "0"]),
     "frequency_penalty": ([-2, 2], [-2.1, 2.1]),
-    "repetition_penalty": ([0.5, 1, 100], [0, -1, 101]),
+    "repetition_penalty": ([0.01, 1, 100], [0, 1e-320, 0.009, -1, 101]),
     "seed": ([-1, 0, 2**63 - 1], [-2, 2**63, 1.5, "7"]),
     "n": ([1, 4], [0, -1, 5, 100000, 1.0, True]),
     "min_tokens": ([0, 3], [-1, 4, 1.0]),

@@ -1,0 +1,82 @@
+"""What Hypercorn's connections do differently here, where it has no setting for it. Knows no request.
+
+HTTP/1.1 only; and a client that leaves is noticed even if it has sent bytes behind its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from typing import Any
+
+import h11
+from hypercorn.events import Closed
+from hypercorn.protocol.h11 import H11Protocol
+
+
+def adapt_hypercorn() -> None:
+    """Change how this process serves connections. To be called before the first one."""
+
+    async def no_other_protocol(_: H11Protocol, __: object) -> None:
+        """Hypercorn takes HTTP/2 in clear text, by preface or upgrade. Streams of one connection would escape the limits
+        that are per connection, and clients without TLS do not ask for it."""
+
+    async def initiate(protocol: H11Protocol) -> None:
+        protocol.can_read = PausedReading(protocol)
+
+    H11Protocol._check_protocol = no_other_protocol
+    H11Protocol.initiate = initiate
+
+
+class PausedReading:
+    """Hypercorn's event for which a connection waits, without reading, while bytes of a next request lie behind the one
+    that runs. Its end would not be seen before those bytes are read, so here the kernel is asked for it meanwhile.
+    """
+
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+        self._event = asyncio.Event()
+
+    async def clear(self) -> None:
+        """Reading is paused."""
+        self._event.clear()
+
+    async def set(self) -> None:
+        """Reading may go on."""
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Return when reading may go on, or the client has left: then the stream is closed and the rest is not parsed."""
+        loop = asyncio.get_running_loop()
+        connection = self._protocol.send.__self__.writer.get_extra_info("socket")
+        with select.epoll() as hangups:
+            hangups.register(connection.fileno(), select.EPOLLRDHUP)
+            loop.add_reader(hangups.fileno(), self._event.set)
+            try:
+                await self._event.wait()
+            finally:
+                loop.remove_reader(hangups.fileno())
+            left = bool(hangups.poll(0))
+        if left:
+            self._protocol.connection = _Left()
+            await self._protocol.handle(Closed())
+
+
+class _Left:
+    """In place of h11's connection when the client has left: nothing can be read or written any more."""
+
+    they_are_waiting_for_100_continue = False
+    our_state = None
+    their_state = h11.ERROR
+    trailing_data = (b"", True)
+
+    def receive_data(self, data: bytes) -> None:
+        """Nobody waits for an answer to it."""
+
+    def next_event(self) -> type[h11.NEED_DATA]:
+        """Nothing."""
+        return h11.NEED_DATA
+
+    def send(self, _: object) -> bytes:
+        """Refused, as h11 does."""
+        raise h11.LocalProtocolError("the client has left")
