@@ -47,19 +47,21 @@ class PausedReading:
 
     async def wait(self) -> None:
         """Return when reading may go on, or the client has left: then the stream is closed and the rest is not parsed."""
+        descriptor = self._protocol.send.__self__.writer.get_extra_info("socket").fileno()
+        if descriptor < 0 or await self._hung_up(descriptor):
+            self._protocol.connection = _Left()
+            await self._protocol.handle(Closed())
+
+    async def _hung_up(self, descriptor: int) -> bool:
         loop = asyncio.get_running_loop()
-        connection = self._protocol.send.__self__.writer.get_extra_info("socket")
         with select.epoll() as hangups:
-            hangups.register(connection.fileno(), select.EPOLLRDHUP)
+            hangups.register(descriptor, select.EPOLLRDHUP)
             loop.add_reader(hangups.fileno(), self._event.set)
             try:
                 await self._event.wait()
             finally:
                 loop.remove_reader(hangups.fileno())
-            left = bool(hangups.poll(0))
-        if left:
-            self._protocol.connection = _Left()
-            await self._protocol.handle(Closed())
+            return bool(hangups.poll(0))
 
 
 class _Left:
