@@ -218,6 +218,7 @@ class Timings:
     ) -> None:
         """`moved`: fewest bytes read and written; `flops`: two per multiply-add."""
         floor, bound = self.floors.of(moved, flops)
+        torch.cuda.synchronize()  # do_bench_cudagraph works on a stream of its own, which waits for nothing
         if graph and floor < SHORT_US:
             self.done.append(Timing(name, do_bench_cudagraph(run, return_mode="median") * 1e3, floor, bound, "graph"))
         else:
