@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import time
 
 import pytest
 
@@ -39,6 +41,14 @@ async def _leave_after(server: RunningServer, body: Body, seconds: float) -> Non
     writer.transport.abort()
 
 
+def _limit(server: RunningServer) -> float:
+    """Two seconds, or three times what the engine takes for a full step's worth of prompt: no step is broken off."""
+    begin = time.monotonic()
+    fresh = [random.randrange(1000, 40000) for _ in range(512)]
+    assert post(server, COMPLETIONS, {"prompt": fresh, "max_tokens": 1}).status_code == 200
+    return max(2.0, 3 * (time.monotonic() - begin))
+
+
 def _aborted(server: RunningServer) -> float:
     return sum(
         v for k, v in server.metrics().items() if k.startswith("inferserve_request_success_total") and "abort" in k
@@ -48,7 +58,7 @@ def _aborted(server: RunningServer) -> float:
 @pytest.mark.parametrize("kind", ["fake", pytest.param("model", marks=[pytest.mark.real_model, pytest.mark.slow])])
 def test_e20_streams_that_are_closed(kind: str, request: pytest.FixtureRequest) -> None:
     server: RunningServer = request.getfixturevalue("fake_server" if kind == "fake" else "model_server")
-    before = _aborted(server)
+    before, limit = _aborted(server), _limit(server)
     clients = 300
 
     async def crowd() -> None:
@@ -62,7 +72,7 @@ def test_e20_streams_that_are_closed(kind: str, request: pytest.FixtureRequest) 
         await asyncio.gather(*[one(i) for i in range(clients)])
 
     asyncio.run(crowd())
-    server.wait_until_idle(2.0)
+    server.wait_until_idle(limit)
     assert _aborted(server) - before == clients
     assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 2}).status_code == 200
 
@@ -72,12 +82,14 @@ def test_e20_streams_that_are_closed(kind: str, request: pytest.FixtureRequest) 
 def test_e21_unstreamed_requests_that_are_closed(kind: str, when: float, request: pytest.FixtureRequest) -> None:
     server: RunningServer = request.getfixturevalue("fake_server" if kind == "fake" else "model_server")
 
+    limit = _limit(server)
+
     async def crowd() -> None:
         body: Body = {"prompt": [17, 18, 19] * 500, "max_tokens": 500, "ignore_eos": True}
         await asyncio.gather(*[_leave_after(server, body, when) for _ in range(20)])
 
     asyncio.run(crowd())
-    server.wait_until_idle(2.0)
+    server.wait_until_idle(limit)
     assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 2}).status_code == 200
 
 
