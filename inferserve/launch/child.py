@@ -131,11 +131,13 @@ def spawn(spec: ProcessSpec, index: int, incarnation: int, wiring: Wiring, *, te
         os.write(boot_fd, msgspec.msgpack.encode(boot))
         fds = (boot_fd, boot.control_fd, boot.inbox_fd, boot.listen_fd, *boot.segments.values())
         with held():  # Ctrl-C in a terminal and a stop by the init system reach children too
+            # A group each, so that Ctrl-C goes to the launcher alone, but one session: Linux shares the processor out
+            # between sessions (autogroup), and events came up to 1 ms later when each process was one of its own.
             popen = subprocess.Popen(
                 [*interpreter(), "-m", spec.module, "--boot-fd", str(boot_fd)],
                 pass_fds=[fd for fd in fds if fd >= 0],
                 stdin=None if terminal else subprocess.DEVNULL,
-                start_new_session=not terminal,
+                process_group=None if terminal else 0,
                 env=env.child_environment(one_thread=not spec.threads),
             )
     except OSError:

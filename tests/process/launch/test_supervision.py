@@ -224,8 +224,8 @@ def test_the_foreground_role_keeps_the_terminal(folder: Path, model: Path) -> No
     with Launched(folder, model, "--foreground", "router") as launched:
         launched.serving()
         pids = launched.pids()
-        ours = os.getsid(launched.process.pid)
-        assert {name for name, pid in pids.items() if os.getsid(pid) == ours} == {"router"}
+        ours = os.getpgid(launched.process.pid)
+        assert {name for name, pid in pids.items() if os.getpgid(pid) == ours} == {"router"}
         launched.process.send_signal(signal.SIGINT)
         assert launched.end() == 0
         assert _gone(list(pids.values()), 0)
