@@ -7,7 +7,7 @@ the context; larger values are clipped to that, streamed or not. 0 and less are 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,16 +16,17 @@ from starlette.responses import Response
 
 from inferserve.errors import InvalidRequest
 from inferserve.http import problems, strict_json
-from inferserve.http.generation import GenerateRequest, Piece, Usage, finish_name
+from inferserve.http.generation import GenerateRequest
 from inferserve.http.openai import refused
-from inferserve.http.openai.chunks import CHAT, Chunks, usage_object
-from inferserve.http.openai.identity import Identity, identify
+from inferserve.http.openai.answers import Answer
+from inferserve.http.openai.chunks import CHAT, Chunks
+from inferserve.http.openai.identity import identify
 from inferserve.http.openai.logprobs import ChatLogprobs, TokenTexts
 from inferserve.http.openai.sampling import check_choices, check_stream_options, sampling_params
 from inferserve.http.openai.schema import ChatBody, Message
 from inferserve.http.prompts import ChatPrompt
 from inferserve.http.service import GenerationService, Limits
-from inferserve.http.streams import Choice, StreamedResponse, WholeResponse
+from inferserve.http.streams import StreamedResponse, WholeResponse
 from inferserve.protocol.sampling import SamplingParams
 
 
@@ -62,35 +63,8 @@ def prompt_of(body: ChatBody) -> ChatPrompt:
     return ChatPrompt([_plain(m) for m in body.messages], generation_prompt, body.chat_template_kwargs or {})
 
 
-class ChatAnswer:
-    """`WholeFormat` of a chat."""
-
-    def __init__(self, identity: Identity, logprobs: ChatLogprobs | None) -> None:
-        self._identity = identity
-        self._logprobs = logprobs
-
-    def details(self, piece: Piece) -> Mapping[str, list[Any]] | None:
-        """Logprobs, if asked for."""
-        return self._logprobs.part(piece) if self._logprobs is not None else None
-
-    def answer(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """The body."""
-        return {
-            "id": self._identity["id"],
-            "object": "chat.completion",
-            **self._identity,
-            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
-            "usage": usage_object(usage),
-        }
-
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text},
-            "logprobs": choice.details,
-            "finish_reason": finish_name(choice.finish),
-            "stop_reason": choice.stop_reason,
-        }
+def _content(text: str) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text}}
 
 
 def routes(service: GenerationService) -> APIRouter:
@@ -109,12 +83,10 @@ def routes(service: GenerationService) -> APIRouter:
             prompts=(ids,), params=params, n=body.n or 1, want_tokens=bool(body.logprobs), **trace
         )
         texts = TokenTexts(service.tokenizer, params.skip_special_tokens, params.logprobs or 0)
-        logprobs = ChatLogprobs(texts) if body.logprobs else None
+        logprobs = ChatLogprobs(texts).part if body.logprobs else None
         if not body.stream:
-            return WholeResponse(service, generate, ChatAnswer(identity, logprobs))
-        events = Chunks(
-            CHAT, identity, generate.n, body.stream_options, len(ids), logprobs.part if logprobs is not None else None
-        )
+            return WholeResponse(service, generate, Answer("chat.completion", identity, _content, logprobs))
+        events = Chunks(CHAT, identity, generate.n, body.stream_options, len(ids), logprobs)
         return StreamedResponse(service, generate, events)
 
     return router

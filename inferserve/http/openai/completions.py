@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,15 +15,16 @@ from starlette.responses import Response
 
 from inferserve.errors import InvalidRequest
 from inferserve.http import problems, strict_json
-from inferserve.http.generation import GenerateRequest, Piece, Usage, finish_name
+from inferserve.http.generation import GenerateRequest
 from inferserve.http.openai import refused
-from inferserve.http.openai.chunks import COMPLETION, Chunks, usage_object
-from inferserve.http.openai.identity import Identity, identify
+from inferserve.http.openai.answers import Answer
+from inferserve.http.openai.chunks import COMPLETION, Chunks
+from inferserve.http.openai.identity import identify
 from inferserve.http.openai.logprobs import CompletionLogprobs, TokenTexts
 from inferserve.http.openai.sampling import check_choices, check_stream_options, sampling_params
 from inferserve.http.openai.schema import MAX_PROMPTS, CompletionBody
 from inferserve.http.service import GenerationService, Limits
-from inferserve.http.streams import Choice, StreamedResponse, WholeResponse
+from inferserve.http.streams import StreamedResponse, WholeResponse
 from inferserve.protocol.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
@@ -61,35 +62,8 @@ def params_of(body: CompletionBody, limits: Limits) -> SamplingParams:
     return sampling_params(body, limits, max_tokens=max_tokens, max_name=name, logprobs=body.logprobs)
 
 
-class CompletionAnswer:
-    """`WholeFormat` of a completion."""
-
-    def __init__(self, identity: Identity, logprobs: CompletionLogprobs | None) -> None:
-        self._identity = identity
-        self._logprobs = logprobs
-
-    def details(self, piece: Piece) -> Mapping[str, list[Any]] | None:
-        """Logprobs, if asked for."""
-        return self._logprobs.part(piece) if self._logprobs is not None else None
-
-    def answer(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """The body."""
-        return {
-            "id": self._identity["id"],
-            "object": "text_completion",
-            **self._identity,
-            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
-            "usage": usage_object(usage),
-        }
-
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": choice.text,
-            "logprobs": choice.details,
-            "finish_reason": finish_name(choice.finish),
-            "stop_reason": choice.stop_reason,
-        }
+def _content(text: str) -> dict[str, Any]:
+    return {"text": text}
 
 
 async def _token_ids(body: CompletionBody, service: GenerationService) -> tuple[list[int], ...]:
@@ -127,16 +101,16 @@ def routes(service: GenerationService) -> APIRouter:
             **trace,
         )
         texts = TokenTexts(service.tokenizer, params.skip_special_tokens, params.logprobs or 0)
-        logprobs = CompletionLogprobs(texts) if wanted else None
+        logprobs = CompletionLogprobs(texts).part if wanted else None
         if not body.stream:
-            return WholeResponse(service, generate, CompletionAnswer(identity, logprobs))
+            return WholeResponse(service, generate, Answer("text_completion", identity, _content, logprobs))
         events = Chunks(
             COMPLETION,
             identity,
             len(prompts) * generate.n,
             body.stream_options,
             sum(map(len, prompts)),
-            logprobs.part if logprobs is not None else None,
+            logprobs,
         )
         return StreamedResponse(service, generate, events)
 
