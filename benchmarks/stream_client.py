@@ -1,16 +1,25 @@
-"""A client that costs little: raw sockets, no parsing while the clock runs. Chunks are kept with their arrival time."""
+"""A client that costs little: raw sockets, no parsing while the clock runs. Chunks are kept with two times.
+
+When a chunk was read, and when its last packet reached this socket. The kernel writes the latter down as the packet
+arrives, which on one machine is inside the sender's `send`: it is the time at which the server sent.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 _TIMEOUT_S = 120.0
+_SO_TIMESTAMPNS = 35
+"""Linux: deliver a timespec of CLOCK_REALTIME with each read (socket(7))."""
+_CONTROL_BYTES = socket.CMSG_SPACE(16)
+_MONOTONIC_TO_REAL_NS = time.time_ns() - time.monotonic_ns()
 
 
 def request_bytes(path: str, body: dict[str, Any]) -> bytes:
@@ -22,15 +31,17 @@ def request_bytes(path: str, body: dict[str, Any]) -> bytes:
 
 @dataclass
 class Arrival:
-    """What one read brought: CLOCK_MONOTONIC in ns, what `observe` returned then, the bytes."""
+    """What one read brought: when it was read and when its last packet was sent (CLOCK_MONOTONIC, ns), what `observe`
+    returned at the read, the bytes."""
 
     at_ns: int
+    sent_ns: int
     seen: int
     data: bytes
 
 
 @dataclass
-class Stream(asyncio.Protocol):
+class Stream:
     """One request on its own connection. `done` gets its result when the body has ended or the connection is lost."""
 
     request: bytes
@@ -39,18 +50,29 @@ class Stream(asyncio.Protocol):
     arrivals: list[Arrival] = field(default_factory=list)
     sent_ns: int = 0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+    async def run(self, port: int) -> None:
+        """Connect, send the request, and return; `done` tells the end. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._socket = sock = socket.socket()
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        await loop.sock_connect(sock, ("127.0.0.1", port))
+        loop.add_reader(sock, self._readable)
         self.sent_ns = time.monotonic_ns()
-        self._transport.write(self.request)
+        sock.send(self.request)
 
-    def data_received(self, data: bytes) -> None:
-        self.arrivals.append(Arrival(time.monotonic_ns(), self.observe(), data))
-        if data.endswith(b"0\r\n\r\n"):
-            self._transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        if not self.done.done():
+    def _readable(self) -> None:
+        now = time.monotonic_ns()
+        try:
+            data, extra, _, _ = self._socket.recvmsg(65536, _CONTROL_BYTES)
+        except ConnectionError:
+            data, extra = b"", []
+        if data:
+            sent = _monotonic(extra[0][2]) if extra else now
+            self.arrivals.append(Arrival(now, sent, self.observe(), data))
+        if not data or data.endswith(b"0\r\n\r\n"):
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
             self.done.set_result(None)
 
     def events(self) -> list[tuple[Arrival, str]]:
@@ -75,8 +97,10 @@ class Stream(asyncio.Protocol):
         return out
 
 
-def _same(stream: Stream) -> Stream:
-    return stream
+def _monotonic(stamp: bytes) -> int:
+    """A kernel's timespec of CLOCK_REALTIME as CLOCK_MONOTONIC, ns."""
+    seconds, nanoseconds = struct.unpack("qq", stamp)
+    return int(seconds * 10**9 + nanoseconds) - _MONOTONIC_TO_REAL_NS
 
 
 async def run_streams(port: int, requests: list[bytes], observe: Callable[[], int]) -> list[Stream]:
@@ -84,6 +108,6 @@ async def run_streams(port: int, requests: list[bytes], observe: Callable[[], in
     loop = asyncio.get_running_loop()
     streams = [Stream(request, observe, loop.create_future()) for request in requests]
     for stream in streams:
-        await loop.create_connection(partial(_same, stream), "127.0.0.1", port)
+        await stream.run(port)
     await asyncio.wait_for(asyncio.gather(*(stream.done for stream in streams)), _TIMEOUT_S)
     return streams
