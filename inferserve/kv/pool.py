@@ -26,13 +26,16 @@ class KvShape:
 
 
 class KvPool:
-    """`k[layer]` and `v[layer]` are [tokens, kv_heads, head_dim], uninitialised: only written tokens are ever read."""
+    """`k[layer]` and `v[layer]` are [tokens + 1, kv_heads, head_dim], uninitialised: only written tokens are ever read.
+
+    `tokens` are given out; the one after them, `spare`, takes what the padding of captured steps writes.
+    """
 
     def __init__(self, shapes: tuple[KvShape, ...], tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shapes = shapes
-        self.tokens = tokens
-        self.k = [torch.empty((tokens, s.kv_heads, s.head_dim), dtype=dtype, device=device) for s in shapes]
-        self.v = [torch.empty((tokens, s.kv_heads, s.value_dim), dtype=dtype, device=device) for s in shapes]
+        self.tokens = self.spare = tokens
+        self.k = [torch.empty((tokens + 1, s.kv_heads, s.head_dim), dtype=dtype, device=device) for s in shapes]
+        self.v = [torch.empty((tokens + 1, s.kv_heads, s.value_dim), dtype=dtype, device=device) for s in shapes]
 
     @staticmethod
     def bytes_per_token(shapes: tuple[KvShape, ...], dtype: torch.dtype) -> int:
