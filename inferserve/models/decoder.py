@@ -72,12 +72,29 @@ class Decoder(nn.Module):
                 module.pack()
         self.rotary.prepare(max_len, device)
 
+    @property
+    def capturable(self) -> bool:
+        """See CapturableModel. Dynamic rope looks at lengths on the host."""
+        return self.spec.rope.kind != "dynamic"
+
     def forward(self, token_ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Int64 [T] → logits [S, vocab] of the tokens in `ctx.logits_index`."""
+        x, residual = self._through_layers(token_ids, ctx)
+        x, residual = x.index_select(0, ctx.logits_index), residual.index_select(0, ctx.logits_index)
+        return self.logits(self.norm.add(x, residual, ctx)[0])
+
+    def hidden(self, token_ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """See CapturableModel."""
+        return self.norm.add(*self._through_layers(token_ids, ctx), ctx)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See CapturableModel."""
+        return self.head.forward(hidden)
+
+    def _through_layers(self, token_ids: torch.Tensor, ctx: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
         rotation = self.rotary.forward(ctx.batch)
         x, residual = self.embedding.forward(token_ids), None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, rotation, ctx)
         assert residual is not None
-        x, residual = x.index_select(0, ctx.logits_index), residual.index_select(0, ctx.logits_index)
-        return self.head.forward(self.norm.add(x, residual, ctx)[0])
+        return x, residual

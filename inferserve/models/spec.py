@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -74,4 +74,22 @@ class CausalModel(Protocol):
 
     def forward(self, token_ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Int64 [T] → logits [S, vocab] of `ctx.logits_index`. Writes K and V of every token to the pool."""
+        ...
+
+
+@runtime_checkable
+class CapturableModel(CausalModel, Protocol):
+    """A model whose launches depend on the number of tokens alone, so that they can be captured and replayed."""
+
+    @property
+    def capturable(self) -> bool:
+        """False where the model's settings make it look at lengths on the host after all."""
+        ...
+
+    def hidden(self, token_ids: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Int64 [T] → [T, size]: all of `forward` but the head, for every token. Ignores `ctx.logits_index`."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, size], some rows of `hidden` → logits [S, vocab]."""
         ...
