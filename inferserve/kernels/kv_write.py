@@ -1,4 +1,8 @@
-"""Scatter a step's K and V into the paged pool. Knows nothing of rows: one index a token."""
+"""Scatter a step's K and V into the paged pool, as they are or quantised. Knows nothing of rows: one index a token.
+
+Quantised pools (float8 e4m3, int8) hold x / scale with one float32 scale for each token and head: the head's largest
+magnitude over the largest number of the format, so that nothing saturates and no calibration is needed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,59 @@ import triton.language as tl
 
 from inferserve.kernels.launch_config import next_power_of_2
 
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""Largest magnitude of the formats that need scales."""
+
+TINIEST = 1e-20
+"""Least scale: a head of zeros must not divide by zero."""
+
+_HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def head_scale(peak: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """Scale of heads whose largest magnitude is `peak`."""
+    return tl.maximum(peak / LARGEST, 1e-20)
+
+
+@triton.jit
+def encode(value: tl.tensor, scale: tl.tensor, to: tl.constexpr, LARGEST: tl.constexpr) -> tl.tensor:
+    """float32 `value` in the pool's format; with LARGEST = 0 `scale` is not looked at."""
+    if LARGEST == 0:
+        return value.to(to)
+    scaled = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
+    if LARGEST == 127:
+        return tl.floor(scaled + 0.5).to(to)
+    return scaled.to(to)
+
+
+@triton.jit
+def _copy_heads(
+    source: tl.tensor,
+    pool: tl.tensor,
+    scales: tl.tensor,
+    token: tl.tensor,
+    slot: tl.tensor,
+    head: tl.tensor,
+    stride: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    col = tl.arange(0, BLOCK)
+    live = (head < HEADS)[:, None] & (col < DIM)[None, :]
+    within = head[:, None] * DIM + col[None, :]
+    value = tl.load(source + token * stride + within, mask=live, other=0.0)
+    target = pool + slot * (HEADS * DIM) + within
+    if LARGEST == 0:
+        tl.store(target, value.to(pool.dtype.element_ty), mask=live)
+    else:
+        wide = value.to(tl.float32)
+        scale = head_scale(tl.max(tl.abs(wide), axis=1), LARGEST)
+        tl.store(target, encode(wide, scale[:, None], pool.dtype.element_ty, LARGEST), mask=live)
+        tl.store(scales + slot * HEADS + head, scale, mask=head < HEADS)
+
 
 # The index lies anywhere in one upload of many arrays.
 @triton.jit(do_not_specialize_on_alignment=["index"])
@@ -16,20 +73,24 @@ def _kv_write_kernel(
     v: tl.tensor,
     pool_k: tl.tensor,
     pool_v: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
     index: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
-    k_width: tl.tensor,
-    v_width: tl.tensor,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(index + token).to(tl.int64)
-    col = tl.arange(0, K_BLOCK)
-    tl.store(pool_k + slot * k_width + col, tl.load(k + token * k_stride + col, mask=col < k_width), mask=col < k_width)
-    col = tl.arange(0, V_BLOCK)
-    tl.store(pool_v + slot * v_width + col, tl.load(v + token * v_stride + col, mask=col < v_width), mask=col < v_width)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    _copy_heads(k, pool_k, k_scale, token, slot, head, k_stride, HEADS, K_DIM, K_BLOCK, LARGEST)
+    _copy_heads(v, pool_v, v_scale, token, slot, head, v_stride, HEADS, V_DIM, V_BLOCK, LARGEST)
 
 
 def _token_major(x: torch.Tensor) -> torch.Tensor:
@@ -37,38 +98,72 @@ def _token_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def kv_write(
-    k: torch.Tensor, v: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, kv_index: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    kv_index: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Copy k[t], v[t] to pool_k[kv_index[t]], pool_v[kv_index[t]].
 
     Args:
-        k, v: [T, kv_heads, head_dim], the pool's dtype; head sizes of k and v may differ.
-        pool_k, pool_v: [tokens, kv_heads, head_dim], contiguous.
-        kv_index: int64 [T], in [0, tokens), no two alike.
+        k, v: [T, kv_heads, head_dim], float; head sizes of k and v may differ.
+        pool_k, pool_v: [tokens, kv_heads, head_dim], contiguous; k's dtype, or one of `LARGEST`.
+        kv_index: int64 [T], in [0, tokens). Tokens with the same index leave the numbers of any of them there.
+        k_scale, v_scale: float32 [tokens, kv_heads], written beside a quantised pool; None otherwise.
     """
-    if not k.shape[0]:
+    tokens, heads = k.shape[:2]
+    if not tokens:
         return
     k, v = _token_major(k), _token_major(v)
-    k_width, v_width = k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]
-    _kv_write_kernel[(k.shape[0],)](
+    _kv_write_kernel[(tokens, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
         k,
         v,
         pool_k,
         pool_v,
+        pool_k if k_scale is None else k_scale,
+        pool_v if v_scale is None else v_scale,
         kv_index,
         k.stride(0),
         v.stride(0),
-        k_width,
-        v_width,
-        K_BLOCK=next_power_of_2(k_width),
-        V_BLOCK=next_power_of_2(v_width),
+        HEADS=heads,
+        K_DIM=k.shape[2],
+        V_DIM=v.shape[2],
+        BLOCK_HEADS=min(_HEADS_PER_PROGRAM, next_power_of_2(heads)),
+        K_BLOCK=next_power_of_2(k.shape[2]),
+        V_BLOCK=next_power_of_2(v.shape[2]),
+        LARGEST=LARGEST.get(pool_k.dtype, 0.0),
         num_warps=4,
     )
 
 
+def quantise_ref(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` float [..., head_dim] as (values of `dtype`, float32 scales [...]); dtype is one of `LARGEST`."""
+    largest = LARGEST[dtype]
+    wide = x.float()
+    scale = (wide.abs().amax(-1) / largest).clamp_(min=TINIEST)
+    scaled = (wide / scale[..., None]).clamp_(-largest, largest)
+    return (torch.floor(scaled + 0.5) if dtype == torch.int8 else scaled).to(dtype), scale
+
+
 def kv_write_ref(
-    k: torch.Tensor, v: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, kv_index: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    kv_index: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Torch twin of `kv_write`."""
-    pool_k.index_copy_(0, kv_index, k)
-    pool_v.index_copy_(0, kv_index, v)
+    if k_scale is None or v_scale is None:
+        pool_k.index_copy_(0, kv_index, k)
+        pool_v.index_copy_(0, kv_index, v)
+        return
+    for x, pool, scales in ((k, pool_k, k_scale), (v, pool_v, v_scale)):
+        values, scale = quantise_ref(x, pool.dtype)
+        # As bytes: torch copies no float8 by index on the CPU.
+        pool.view(torch.int8).index_copy_(0, kv_index, values.view(torch.int8))
+        scales.index_copy_(0, kv_index, scale)

@@ -34,3 +34,20 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
     """Standard normal, the same on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def assert_codes_match(out: torch.Tensor, ref: torch.Tensor) -> None:
+    """Quantised numbers are the same, but for a few that lie on the border of two (the nearest neighbours may differ).
+
+    Triton's interpreter loses the carry when a float8's mantissa rounds up to a power of two: those are left out there.
+    """
+    assert out.dtype == ref.dtype
+    assert out.shape == ref.shape
+    if not out.numel():
+        return
+    codes, expected = out.view(torch.int8).int(), ref.view(torch.int8).int()
+    different = codes != expected
+    if ref.dtype == torch.float8_e4m3fn and not out.is_cuda:
+        different &= (expected & 7) != 0
+    assert float(different.float().mean()) < 0.01
+    assert int(((codes - expected).abs() * different).max()) <= 1
