@@ -13,21 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.model_folder import embedding, safetensors, write_model
+from tests.pace import slowness
 
 LIMIT_S = 2.0
 
 
-def _slowness() -> float:
-    """How much slower than a quiet machine this moment is, from interpreter starts (20 ms)."""
-    began = time.monotonic()
-    for _ in range(3):
-        subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
-    return max(1.0, (time.monotonic() - began) / 3 / 0.02)
-
-
 def _serve(tmp_path: Path, *argv: str, command: str = "serve") -> list[str]:
     """Lines on stderr of a start that must end with status 2 within the limit."""
-    limit = LIMIT_S * _slowness()
+    limit = LIMIT_S * slowness()
     began = time.monotonic()
     env = {**os.environ, "INFERSERVE_RUN_DIR": str(tmp_path / "run"), "INFERSERVE_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
