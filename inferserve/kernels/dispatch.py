@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inferserve.kernels import activation, kv_write, norm, rotary, sampling_filter
+from inferserve.kernels import activation, kv_write, norm, rotary, sampling_filter, step_inputs
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     filter_sample: Callable[[Tensor, sampling_filter.FilterParams, Tensor], Tensor]
+    step_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 TRITON = Kernels(
@@ -30,6 +31,7 @@ TRITON = Kernels(
     silu_mul=activation.silu_mul,
     kv_write=kv_write.kv_write,
     filter_sample=sampling_filter.filter_sample,
+    step_inputs=step_inputs.step_inputs,
 )
 
 TORCH = Kernels(
@@ -39,6 +41,7 @@ TORCH = Kernels(
     silu_mul=activation.silu_mul_ref,
     kv_write=kv_write.kv_write_ref,
     filter_sample=sampling_filter.filter_sample_ref,
+    step_inputs=step_inputs.step_inputs_ref,
 )
 
 
