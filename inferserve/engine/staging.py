@@ -26,8 +26,8 @@ class StepTensors:
     Attributes:
         token_ids: int64 [T].
         attention: rows, lengths, page table.
-        logits_index: int64 [S], the last token of each row that samples.
-        sample_rows: int64 [S], those rows.
+        logits_index: int64 [S], see `StepBatch.sampled_at`.
+        sample_rows: int64 [S], the row of each.
     """
 
     token_ids: torch.Tensor
@@ -73,7 +73,7 @@ class CpuStaging:
                 kv_index=torch.from_numpy(batch.kv_index.astype(np.int64)),
                 table=torch.from_numpy(batch.table),
             ),
-            logits_index=torch.from_numpy(_logits_index(batch, query_start)),
+            logits_index=torch.from_numpy(batch.sampled_at()),
             sample_rows=torch.from_numpy(batch.rows[batch.sample].astype(np.int64)),
         )
 
@@ -98,7 +98,7 @@ class CudaStaging:
         """See Staging."""
         query_start = _query_start(batch)
         owner = np.repeat(batch.rows, batch.query_len)
-        last, sampling = _logits_index(batch, query_start), batch.rows[batch.sample]
+        last, sampling = batch.sampled_at(), batch.rows[batch.sample]
         longs = (batch.token_ids, batch.positions, batch.kv_index, owner, last, sampling)
         token_ids, positions, kv_index, owners, logits_index, sample_rows, rows, start, kv_len = self._send(
             [*(a.astype(np.int64) for a in longs), batch.rows, query_start, batch.kv_len]
@@ -146,11 +146,6 @@ def _query_start(batch: StepBatch) -> np.ndarray:
     start = np.zeros(len(batch.rows) + 1, dtype=np.int32)
     np.cumsum(batch.query_len, out=start[1:])
     return start
-
-
-def _logits_index(batch: StepBatch, query_start: np.ndarray) -> np.ndarray:
-    index: np.ndarray = query_start[batch.sample + 1].astype(np.int64) - 1
-    return index
 
 
 def _attention_batch(

@@ -1,7 +1,8 @@
 """What planner, ledger and backend say to each other about one step. Arrays are numpy on the host; no torch here.
 
 A *row* is an index in [0, running_max_req_size): the engine's own number for a running sequence, given at admission
-and free again at its end. Rows of a step are ordered: decode rows (one query token each) first, then prefill chunks.
+and free again at its end. Rows of a step are ordered: decode rows (one query token each) first, then rows that check a
+draft (their newest token and the drafted ones after it), then prefill chunks.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class StepBatch:
             ledger; valid for positions < kv_len). A device copy follows it by `new_prefix` and `kv_index`.
         new_prefix: (row, length) of rows whose first `length` table entries were set since the last step (prefix hits
             and resumes); entries for this step's own tokens are `kv_index` at `positions`.
-        sample: int32 [S], indexes into `rows` of those that sample a token in this step (decode rows and final
-            chunks). Results come in this order.
+        sample: int32 [S], rising, indexes into `rows` of those that sample a token in this step (decode rows and final
+            chunks). Results come in this order. A row named m times samples at each of its last m tokens, in order.
         out_position: int32 [S], output position of the token being sampled (0 = first output token).
     """
 
@@ -56,6 +57,13 @@ class StepBatch:
     new_prefix: tuple[tuple[int, int], ...]
     sample: Ints
     out_position: Ints
+
+    def sampled_at(self) -> Longs:
+        """int64 [S]: index into the T tokens of the one whose logits each result is chosen from."""
+        last = np.cumsum(self.query_len, dtype=np.int64)[self.sample] - 1
+        after = np.searchsorted(self.sample, self.sample, side="right") - 1 - np.arange(len(self.sample))
+        at: Longs = last - after
+        return at
 
 
 @dataclass(frozen=True)
