@@ -17,7 +17,7 @@ from inferserve.config.model_source import ModelSource
 from inferserve.config.weights import WeightFacts, check_weights
 from inferserve.errors import ConfigError
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 # Sampling fields of generation_config.json that requests fall back to.
 _GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -111,8 +111,8 @@ def _read_tokenizer(folder: Path) -> _Tokenizer | None:
     """Ids of tokenizer.json; None when the tokenizer is in another format, whose loader will speak for itself."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise ConfigError(f"{folder}: no tokenizer (none of {', '.join(_TOKENIZER_FILES[:4])})")
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise ConfigError(f"{folder}: no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])})")
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Tokenizer)

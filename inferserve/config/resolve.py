@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from inferserve.config.checks import check_resolved, check_settings
+from inferserve.config.dummy_model import completed, weight_count
 from inferserve.config.machine import cpu_count, cuda_problem
 from inferserve.config.model_files import ModelFiles, read_model
 from inferserve.config.model_source import ModelSource, Report, check_path, locate
@@ -45,8 +46,10 @@ def resolve(asked: ServerConfig, report: Report = _report) -> ServerConfig:
     if problems:
         raise ConfigError(*problems)
     source = locate(asked.model.model_dir, report)
-    fake = asked.engine.engine == "fake"
-    files = read_model(source, with_weights=not fake, eos_given=bool(asked.model.eos_id))
+    fake, dummy = asked.engine.engine == "fake", asked.model.load_format == "dummy"
+    if dummy:
+        source = completed(source, report)
+    files = read_model(source, with_weights=not (fake or dummy), eos_given=bool(asked.model.eos_id))
     config = _fill(asked, source, files)
     problems = [*check_resolved(config, files.config.context_length), *_check_rope(config, files)]
     if problems:
@@ -101,7 +104,7 @@ def _fill(asked: ServerConfig, source: ModelSource, files: ModelFiles) -> Server
         engine=engine,
         model=model,
         schedule=_schedule(asked.schedule, model.max_req_total_len, engine.device),
-        facts=_facts(source, files),
+        facts=_facts(asked, source, files),
     )
 
 
@@ -153,7 +156,9 @@ def _schedule(asked: SchedulePart, longest: int, device: str) -> SchedulePart:
     )
 
 
-def _facts(source: ModelSource, files: ModelFiles) -> ModelFacts:
+def _facts(asked: ServerConfig, source: ModelSource, files: ModelFiles) -> ModelFacts:
+    drawn = asked.model.load_format == "dummy" and asked.engine.engine == "torch"
+    in_files = files.weights.elements if files.weights else 0
     return ModelFacts(
         folder=str(source.folder),
         gguf_file=str(source.gguf or ""),
@@ -164,6 +169,6 @@ def _facts(source: ModelSource, files: ModelFiles) -> ModelFacts:
         num_layers=files.config.num_layers,
         num_kv_heads=files.config.num_kv_heads,
         head_dim=files.config.head_dim,
-        weights=files.weights.elements if files.weights else 0,
+        weights=weight_count(files.config) if drawn else in_files,
         generation_defaults=files.generation_defaults,
     )

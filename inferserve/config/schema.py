@@ -27,6 +27,11 @@ class ModelPart:
     model_owner: str = flag("inferserve", "owned_by in /v1/models")
     tokenizer_mode: str = flag("auto", "which tokenizer class to load", choices=("auto", "fast", "slow"))
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
+    load_format: str = flag(
+        "auto",
+        "weights: the model's files; dummy = random ones, then --model-dir needs only a config.json",
+        choices=("auto", "dummy"),
+    )
     data_type: str = flag(
         "auto",
         "weights and KV dtype",

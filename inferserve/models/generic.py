@@ -19,6 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from inferserve.attention.base import LayerSpec
 from inferserve.errors import ConfigError
 from inferserve.layers.context import ForwardContext
+from inferserve.models.dummy_weights import SEED
 from inferserve.models.generic_probe import Call, Paged, probe, rope_kinds
 
 _NAME = "inferserve_paged"
@@ -93,17 +94,27 @@ class GenericModel:
 
 
 def build(
-    folder: Path, gguf_file: str, dtype: torch.dtype, device: torch.device, *, max_len: int, trust_remote_code: bool
+    folder: Path,
+    gguf_file: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_len: int,
+    trust_remote_code: bool,
+    drawn: bool = False,
 ) -> GenericModel:
-    """Load a folder (or a GGUF file) through transformers.
+    """Load a folder (or a GGUF file) through transformers; `drawn` keeps the random weights its models begin with.
 
     Raises ConfigError: unknown architecture, tensors missing or left over (named), or attention we cannot page.
     """
     transformers.AttentionInterface.register(_NAME, _attention)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+    loading: dict[str, Any] = {}
     try:
-        if gguf_file:
+        if drawn:
+            model = _drawn(folder, dtype, device, trust_remote_code)
+        elif gguf_file:
             model, loading = _from_gguf(folder, gguf_file, dtype, trust_remote_code)
         else:
             model, loading = transformers.AutoModelForCausalLM.from_pretrained(
@@ -126,6 +137,15 @@ def build(
             f"--max-req-total-len {max_len}: beyond {original} tokens longrope rescales the whole batch; at most {original}"
         )
     return GenericModel(model.to(device).eval().requires_grad_(False))
+
+
+def _drawn(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(SEED)
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=_NAME, trust_remote_code=trust_remote_code
+        )
 
 
 def _from_gguf(folder: Path, gguf_file: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:

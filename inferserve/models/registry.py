@@ -14,6 +14,7 @@ from inferserve.config.schema import ServerConfig
 from inferserve.errors import ConfigError
 from inferserve.models import llama, mistral, qwen2, qwen3
 from inferserve.models.decoder import Decoder
+from inferserve.models.dummy_weights import RandomTensors
 from inferserve.models.family import Family
 from inferserve.models.gguf_weights import ROPE_FACTORS, GgufFile
 from inferserve.models.spec import CausalModel
@@ -68,9 +69,17 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device) -
     folder, facts = Path(config.facts.folder), config.facts
     model_config = read_model_config(folder)
     family = family_of(model_config, config.engine.model_backend)
+    drawn = config.model.load_format == "dummy"
     if family is not None:
         return load_decoder(
-            family, model_config, folder, facts.gguf_file, dtype, device, max_len=config.model.max_req_total_len
+            family,
+            model_config,
+            folder,
+            facts.gguf_file,
+            dtype,
+            device,
+            max_len=config.model.max_req_total_len,
+            drawn=drawn,
         )
     from inferserve.models import generic  # imports transformers' modelling code, which takes seconds
 
@@ -81,6 +90,7 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device) -
         device,
         max_len=config.model.max_req_total_len,
         trust_remote_code=config.model.trust_remote_code,
+        drawn=drawn,
     )
 
 
@@ -93,8 +103,9 @@ def load_decoder(
     device: torch.device,
     *,
     max_len: int,
+    drawn: bool = False,
 ) -> Decoder:
-    """Our stack, filled from `folder` or `gguf_file`, ready for positions below `max_len`."""
+    """Our stack, filled from `folder`, `gguf_file` or a random generator (`drawn`), ready for positions below `max_len`."""
     spec = family.spec(config)
     with _defaults(dtype, device):
         model = Decoder(spec)
@@ -105,7 +116,9 @@ def load_decoder(
         del wanted["lm_head.weight"]
         ignored = (*_IGNORED, "lm_head.weight")
     source: TensorSource
-    if gguf_file:
+    if drawn:
+        source = RandomTensors({name: view.shape for name, view in wanted.items()}, dtype, device)
+    elif gguf_file:
         pairs = (spec.heads, spec.kv_heads) if family.gguf_rotary_pairs else None
         source = GgufFile(Path(gguf_file), wanted, layers=spec.layers, rotary_pairs=pairs)
         optional[ROPE_FACTORS] = model.rotary.freq_factors
