@@ -39,7 +39,7 @@ def encode(value: tl.tensor, scale: tl.tensor, to: tl.constexpr, LARGEST: tl.con
 
 
 @triton.jit
-def _copy_heads(
+def copy_heads(
     source: tl.tensor,
     pool: tl.tensor,
     scales: tl.tensor,
@@ -52,6 +52,7 @@ def _copy_heads(
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
+    """Some heads of one token (HEADS heads of DIM numbers, tokens `stride` apart) to place `slot` of the pool."""
     col = tl.arange(0, BLOCK)
     live = (head < HEADS)[:, None] & (col < DIM)[None, :]
     within = head[:, None] * DIM + col[None, :]
@@ -89,8 +90,8 @@ def _kv_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(index + token).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    _copy_heads(k, pool_k, k_scale, token, slot, head, k_stride, HEADS, K_DIM, K_BLOCK, LARGEST)
-    _copy_heads(v, pool_v, v_scale, token, slot, head, v_stride, HEADS, V_DIM, V_BLOCK, LARGEST)
+    copy_heads(k, pool_k, k_scale, token, slot, head, k_stride, HEADS, K_DIM, K_BLOCK, LARGEST)
+    copy_heads(v, pool_v, v_scale, token, slot, head, v_stride, HEADS, V_DIM, V_BLOCK, LARGEST)
 
 
 def _token_major(x: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def assert_codes_match(out: torch.Tensor, ref: torch.Tensor) -> None:
-    """Quantised numbers are the same, but for a few that lie on the border of two (the nearest neighbours may differ).
+def assert_codes_match(out: torch.Tensor, ref: torch.Tensor, share: float = 0.01) -> None:
+    """Quantised numbers are the same, but for a `share` that lies on the border of two neighbours.
 
     Triton's interpreter loses the carry when a float8's mantissa rounds up to a power of two: those are left out there.
     """
@@ -49,5 +49,5 @@ def assert_codes_match(out: torch.Tensor, ref: torch.Tensor) -> None:
     different = codes != expected
     if ref.dtype == torch.float8_e4m3fn and not out.is_cuda:
         different &= (expected & 7) != 0
-    assert float(different.float().mean()) < 0.01
+    assert float(different.float().mean()) < share
     assert int(((codes - expected).abs() * different).max()) <= 1
