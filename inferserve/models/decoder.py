@@ -58,7 +58,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.kv_shapes = (KvShape(spec.kv_heads, spec.head_dim),) * spec.layers
+        self.kv_shapes = (KvShape(spec.kv_heads, spec.head_dim, group=spec.heads // spec.kv_heads),) * spec.layers
         self.embedding = Embedding(spec.vocab, spec.size)
         self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_position)
         self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.layers))

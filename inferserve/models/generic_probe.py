@@ -52,7 +52,7 @@ class DryRun:
     def attend(self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See Paged."""
         self.calls.append(call)
-        self.shapes[call.spec.layer] = KvShape(k.shape[1], k.shape[2], v.shape[2])
+        self.shapes[call.spec.layer] = KvShape(k.shape[1], k.shape[2], v.shape[2], q.shape[1] // k.shape[1])
         group = q.shape[1] // k.shape[1]
         heads_first = (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
         q, k, v = (t.transpose(0, 1)[None] for t in heads_first)

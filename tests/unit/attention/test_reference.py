@@ -61,7 +61,7 @@ def test_writes_the_steps_keys_and_values() -> None:
     run(step, LayerSpec(0, 0.3))
     assert torch.equal(step.pool.k[0][step.batch.kv_index], step.k)
     assert torch.equal(step.pool.v[0][step.batch.kv_index], step.v)
-    others = torch.ones(step.pool.tokens, dtype=torch.bool)
+    others = torch.ones(step.pool.tokens + 1, dtype=torch.bool)
     others[step.batch.kv_index] = False
     torch.testing.assert_close(step.pool.k[0][others], before[others], equal_nan=True)
 
