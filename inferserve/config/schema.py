@@ -63,6 +63,16 @@ class EnginePart:
     cpu_threads: int = flag(0, "torch threads on CPU", auto="all cores")
     warmup: bool = flag(True, "run one step before reporting ready")
     debug_checks: bool = flag(False, "audit the KV ledger when idle")
+    disable_cudagraph: bool = flag(False, "launch every step from Python instead of replaying CUDA graphs")
+    graph_max_batch_size: int = flag(
+        256, "decode rows of the largest decode graph, at most --running-max-req-size; more rows use the mixed graphs"
+    )
+    graph_split_batch_size: int = flag(4, "a decode graph for every number of rows up to this")
+    graph_grow_step_size: int = flag(8, "beyond that, one for every multiple of this")
+    prefill_cudagraph_max_handle_token: int = flag(
+        2048,
+        "tokens of the largest graph for steps with prompt tokens; larger steps are launched without; 0 = no such graphs",
+    )
     pipeline_depth: int = flag(-1, "steps launched before results are read", auto="1 on CUDA, 0 on CPU")
     fake_step_ms: float = flag(0.0, "--engine fake: milliseconds a step takes")
     fake_kv_tokens: int = flag(0, "--engine fake: size of the pretended KV pool", auto="1048576")
