@@ -1,7 +1,5 @@
-"""Scatter a step's K and V into the paged pool, as they are or quantised. Knows nothing of rows: one index a token.
-
-Quantised pools (float8 e4m3, int8) hold x / scale with one float32 scale for each token and head: the head's largest
-magnitude over the largest number of the format, so that nothing saturates and no calibration is needed.
+"""Scatter a step's K and V into the paged pool, as they are or quantised (`kv_quant` says how). Knows nothing of rows:
+one index a token.
 """
 
 from __future__ import annotations
@@ -10,13 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inferserve.kernels.kv_quant import LARGEST, quantise
 from inferserve.kernels.launch_config import next_power_of_2
-
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""Largest magnitude of the formats that need scales."""
-
-TINIEST = 1e-20
-"""Least scale: a head of zeros must not divide by zero."""
 
 _HEADS_PER_PROGRAM = 8
 
@@ -24,7 +17,8 @@ _HEADS_PER_PROGRAM = 8
 @triton.jit
 def head_scale(peak: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
     """Scale of heads whose largest magnitude is `peak`."""
-    return tl.maximum(peak / LARGEST, 1e-20)
+    scale = peak / LARGEST
+    return tl.where(scale > 0.0, scale, 1.0)
 
 
 @triton.jit
@@ -34,7 +28,8 @@ def encode(value: tl.tensor, scale: tl.tensor, to: tl.constexpr, LARGEST: tl.con
         return value.to(to)
     scaled = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
     if LARGEST == 127:
-        return tl.floor(scaled + 0.5).to(to)
+        # Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even, as torch does.
+        return ((scaled + 12582912.0) - 12582912.0).to(to)
     return scaled.to(to)
 
 
@@ -111,7 +106,7 @@ def kv_write(
 
     Args:
         k, v: [T, kv_heads, head_dim], float; head sizes of k and v may differ.
-        pool_k, pool_v: [tokens, kv_heads, head_dim], contiguous; k's dtype, or one of `LARGEST`.
+        pool_k, pool_v: [tokens, kv_heads, head_dim], contiguous; k's dtype, or one of `kv_quant.LARGEST`.
         kv_index: int64 [T], in [0, tokens). Tokens with the same index leave the numbers of any of them there.
         k_scale, v_scale: float32 [tokens, kv_heads], written beside a quantised pool; None otherwise.
     """
@@ -140,15 +135,6 @@ def kv_write(
     )
 
 
-def quantise_ref(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` float [..., head_dim] as (values of `dtype`, float32 scales [...]); dtype is one of `LARGEST`."""
-    largest = LARGEST[dtype]
-    wide = x.float()
-    scale = (wide.abs().amax(-1) / largest).clamp_(min=TINIEST)
-    scaled = (wide / scale[..., None]).clamp_(-largest, largest)
-    return (torch.floor(scaled + 0.5) if dtype == torch.int8 else scaled).to(dtype), scale
-
-
 def kv_write_ref(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -164,7 +150,7 @@ def kv_write_ref(
         pool_v.index_copy_(0, kv_index, v)
         return
     for x, pool, scales in ((k, pool_k, k_scale), (v, pool_v, v_scale)):
-        values, scale = quantise_ref(x, pool.dtype)
+        values, scale = quantise(x, pool.dtype)
         # As bytes: torch copies no float8 by index on the CPU.
         pool.view(torch.int8).index_copy_(0, kv_index, values.view(torch.int8))
         scales.index_copy_(0, kv_index, scale)

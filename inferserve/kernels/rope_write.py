@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from inferserve.kernels.kv_write import LARGEST, copy_heads, encode, head_scale, kv_write_ref
+from inferserve.kernels.kv_quant import LARGEST
+from inferserve.kernels.kv_write import copy_heads, encode, head_scale, kv_write_ref
 from inferserve.kernels.launch_config import next_power_of_2
 
 _HEADS_PER_PROGRAM = 8
@@ -155,31 +156,33 @@ def _rope_write_kernel(
         c = tl.load(cos + line * HALF + col, mask=col < HALF, other=0.0)[None, :]
         s = tl.load(sin + line * HALF + col, mask=col < HALF, other=0.0)[None, :]
         if block < q_blocks:
-            head = block * HEADS + tl.arange(0, HEADS)
-            first, second, rest = _rotated(
-                row, q_norm, c, s, head, eps, Q_HEADS, DIM, HALF, HALF_BLOCK, REST_BLOCK, NORM
+            q_head = block * HEADS + tl.arange(0, HEADS)
+            q_first, q_second, q_rest = _rotated(
+                row, q_norm, c, s, q_head, eps, Q_HEADS, DIM, HALF, HALF_BLOCK, REST_BLOCK, NORM
             )
-            target = q_out + token * (Q_HEADS * DIM)
-            _store_heads(target, head, first, second, rest, first, Q_HEADS, DIM, HALF, HALF_BLOCK, REST_BLOCK, 0)
+            q_row = q_out + token * (Q_HEADS * DIM)
+            _store_heads(
+                q_row, q_head, q_first, q_second, q_rest, q_rest, Q_HEADS, DIM, HALF, HALF_BLOCK, REST_BLOCK, 0
+            )
         else:
-            head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
-            slot = tl.load(kv_index + token).to(tl.int64)
+            k_head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
+            k_slot = tl.load(kv_index + token).to(tl.int64)
             first, second, rest = _rotated(
-                row + Q_HEADS * DIM, k_norm, c, s, head, eps, KV_HEADS, DIM, HALF, HALF_BLOCK, REST_BLOCK, NORM
+                row + Q_HEADS * DIM, k_norm, c, s, k_head, eps, KV_HEADS, DIM, HALF, HALF_BLOCK, REST_BLOCK, NORM
             )
             peak = tl.maximum(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1), tl.max(tl.abs(rest), axis=1))
             scale = head_scale(peak, LARGEST) if LARGEST > 0 else peak
-            target = pool_k + slot * (KV_HEADS * DIM)
+            k_row = pool_k + k_slot * (KV_HEADS * DIM)
             _store_heads(
-                target, head, first, second, rest, scale[:, None], KV_HEADS, DIM, HALF, HALF_BLOCK, REST_BLOCK, LARGEST
+                k_row, k_head, first, second, rest, scale[:, None], KV_HEADS, DIM, HALF, HALF_BLOCK, REST_BLOCK, LARGEST
             )
             if LARGEST > 0:
-                tl.store(k_scale + slot * KV_HEADS + head, scale, mask=head < KV_HEADS)
+                tl.store(k_scale + k_slot * KV_HEADS + k_head, scale, mask=k_head < KV_HEADS)
     else:
-        head = (block - q_blocks - k_blocks) * HEADS + tl.arange(0, HEADS)
-        slot = tl.load(kv_index + token).to(tl.int64)
+        v_head = (block - q_blocks - k_blocks) * HEADS + tl.arange(0, HEADS)
+        v_slot = tl.load(kv_index + token).to(tl.int64)
         values = qkv + (Q_HEADS + KV_HEADS) * DIM
-        copy_heads(values, pool_v, v_scale, token, slot, head, stride, KV_HEADS, DIM, BLOCK, LARGEST)
+        copy_heads(values, pool_v, v_scale, token, v_slot, v_head, stride, KV_HEADS, DIM, BLOCK, LARGEST)
 
 
 def rope_write(

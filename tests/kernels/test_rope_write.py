@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inferserve.kernels.kv_write import LARGEST
+from inferserve.kernels.kv_quant import LARGEST
 from inferserve.kernels.rope_write import PackedHeads, Rotation, rope_write, rope_write_ref, rotated_heads_ref
 from tests.kernels.compare import DTYPES, assert_codes_match, assert_matches, poisoned, random
 
