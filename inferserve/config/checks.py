@@ -29,12 +29,15 @@ _RANGES = (
     _Range("engine", "graph_grow_step_size", 1, 65_536),
     _Range("engine", "prefill_cudagraph_max_handle_token", 0, 2**24),
     _Range("engine", "pipeline_depth", -1, 1),
+    _Range("engine", "spec_tokens", 0, 16),
     _Range("engine", "fake_step_ms", 0, 60_000),
     _Range("engine", "fake_kv_tokens", 0, 2**40),
     _Range("schedule", "running_max_req_size", 1, 65_536),
     _Range("schedule", "max_queued_requests", 0, 1_000_000),
     _Range("schedule", "batch_max_tokens", 0, 2**24),
     _Range("schedule", "chunked_prefill_size", 0, 2**24),
+    _Range("schedule", "target_step_ms", 0, 60_000),
+    _Range("schedule", "target_step_ratio", -1, 1000),
     _Range("schedule", "router_token_ratio", 0, 1),
     _Range("http", "port", 0, 65_535),
     _Range("http", "httpserver_workers", 1, 64),
@@ -52,7 +55,7 @@ def option(name: str) -> str:
 
 def check_settings(config: ServerConfig) -> list[str]:
     """Problems of what the user set, before anything is known of the model; auto values (0, '') pass."""
-    problems = [*_ranges(config), *_model(config), *_engine(config), *_schedule(config)]
+    problems = [*_ranges(config), *_model(config), *_engine(config), *_schedule(config), *_speculation(config)]
     schedule = config.schedule
     if schedule.disable_chunked_prefill and schedule.chunked_prefill_size:
         problems.append(f"--chunked-prefill-size {schedule.chunked_prefill_size} contradicts --disable-chunked-prefill")
@@ -103,8 +106,32 @@ def _engine(config: ServerConfig) -> list[str]:
     return problems
 
 
+def _speculation(config: ServerConfig) -> list[str]:
+    if config.engine.spec_tokens and config.engine.spec_mode == "none":
+        return [f"--spec-tokens {config.engine.spec_tokens} needs --spec-mode"]
+    return []
+
+
+def _deterministic(config: ServerConfig) -> list[str]:
+    """What makes a row's values depend on its neighbours, once it is known what runs."""
+    engine = config.engine
+    if not engine.deterministic or engine.engine == "fake":
+        return []
+    reasons = {
+        "--device cpu: matrix products on a CPU depend on the number of rows": engine.device == "cpu",
+        "--attention-backend reference: it groups sequences by length": engine.attention_backend == "reference",
+        "--model-backend transformers: its layers are not ours": engine.model_backend == "transformers",
+        f"--spec-mode {engine.spec_mode}: guessed tokens are computed together": engine.spec_mode != "none",
+    }
+    return [f"--deterministic contradicts {reason}" for reason, holds in reasons.items() if holds]
+
+
 def _schedule(config: ServerConfig) -> list[str]:
     schedule, problems = config.schedule, []
+    if 0 < schedule.target_step_ratio < 1:
+        problems.append(f"--target-step-ratio {schedule.target_step_ratio:g}: must be 0 or at least 1")
+    if schedule.target_step_ms and schedule.target_step_ratio > 0:
+        problems.append("--target-step-ms contradicts --target-step-ratio")
     batch, chunk, longest = schedule.batch_max_tokens, schedule.chunked_prefill_size, config.model.max_req_total_len
     if schedule.disable_chunked_prefill:
         if batch and batch < longest:
@@ -124,7 +151,7 @@ def check_resolved(config: ServerConfig, context: int) -> list[str]:
         config: with every default concrete.
         context: the model's longest sequence, tokens.
     """
-    problems = [*_engine(config), *_schedule(config)]
+    problems = [*_engine(config), *_schedule(config), *_deterministic(config)]
     if config.model.max_req_total_len > context:
         problems.append(
             f"--max-req-total-len {config.model.max_req_total_len} exceeds the model's context of {context} tokens"

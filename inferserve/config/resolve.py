@@ -25,6 +25,8 @@ LONGEST_DEFAULT = 16384
 _CHUNK = {"cuda": 4096, "cpu": 256}
 _CHUNKS = {"cuda": 2, "cpu": 1}
 _DECODE_ROOM = 256
+_STEP_RATIO = {"cuda": 1.8, "cpu": 0.0}
+_SPEC_TOKENS = {"none": 0, "ngram": 4}
 _FAKE_KV_TOKENS = 1048576
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -121,6 +123,7 @@ def _engine(asked: EnginePart) -> EnginePart:
         device=device,
         attention_backend=attention,
         cpu_threads=asked.cpu_threads or cpu_count(),
+        spec_tokens=asked.spec_tokens or _SPEC_TOKENS[asked.spec_mode],
         pipeline_depth=asked.pipeline_depth if asked.pipeline_depth >= 0 else int(device == "cuda"),
         fake_kv_tokens=(asked.fake_kv_tokens or asked.max_total_token_num or _FAKE_KV_TOKENS) if fake else 0,
     )
@@ -145,6 +148,10 @@ def _model(asked: ServerConfig, source: ModelSource, files: ModelFiles, device: 
 
 
 def _schedule(asked: SchedulePart, longest: int, device: str) -> SchedulePart:
+    ratio = asked.target_step_ratio
+    if ratio < 0:
+        ratio = 0.0 if asked.target_step_ms else _STEP_RATIO[device]
+    asked = replace(asked, target_step_ratio=ratio)
     if asked.disable_chunked_prefill:
         return replace(asked, chunked_prefill_size=longest, batch_max_tokens=asked.batch_max_tokens or longest)
     limit = min(longest, asked.batch_max_tokens or longest)

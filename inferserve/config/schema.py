@@ -73,6 +73,18 @@ class EnginePart:
         2048,
         "tokens of the largest graph for steps with prompt tokens; larger steps are launched without; 0 = no such graphs",
     )
+    deterministic: bool = flag(
+        False,
+        "the same request gives the same tokens and logprobs whatever runs beside it, at some cost in speed; on a GPU,"
+        " without --spec-mode",
+    )
+    spec_mode: str = flag(
+        "none",
+        "guess tokens and check them together; ngram = what followed the same words before. For requests with"
+        " temperature 0 and neither penalties, logit_bias nor logprobs; their text stays the same",
+        choices=("none", "ngram"),
+    )
+    spec_tokens: int = flag(0, "tokens guessed at a time", auto="4 with --spec-mode ngram")
     pipeline_depth: int = flag(-1, "steps launched before results are read", auto="1 on CUDA, 0 on CPU")
     fake_step_ms: float = flag(0.0, "--engine fake: milliseconds a step takes")
     fake_kv_tokens: int = flag(0, "--engine fake: size of the pretended KV pool", auto="1048576")
@@ -91,6 +103,16 @@ class SchedulePart:
     )
     chunked_prefill_size: int = flag(0, "prompt tokens of one sequence in one step", auto="4096 on CUDA, 256 on CPU")
     disable_chunked_prefill: bool = flag(False, "prefill a prompt in one step")
+    target_step_ms: float = flag(
+        0.0,
+        "how long a step with prompts beside decoding sequences should take, milliseconds: their time between tokens",
+        auto="--target-step-ratio",
+    )
+    target_step_ratio: float = flag(
+        -1.0,
+        "the same, as a multiple of what the step would take without prompts; 0 = no limit but --batch-max-tokens",
+        auto="1.8 on CUDA, 0 elsewhere",
+    )
     router_token_ratio: float = flag(
         0.85,
         "KV share above which admission reserves every request's full max_tokens; below it, the expected output."

@@ -1,14 +1,16 @@
 """A step's results into slots and rows: ids and logprobs first, the visible length last, then what ended.
 
-All rows at once in numpy; Python per row only for those that end, finish their prompt or asked for alternatives. Rows
-that were paused or ended after the step was launched have another epoch, and their results are dropped.
+All rows at once in numpy; Python per row only for those that end, finish their prompt, asked for alternatives or had a
+draft. Rows that were paused or ended after the step was launched have another epoch, and their results are dropped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inferserve.engine.sequences import Sequences
 from inferserve.engine.step import Ints, Longs, PendingStep, StepBatch, StepResult
@@ -19,40 +21,68 @@ NOT_FINITE = "the model computed values that are not finite"
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step in flight: its batch, the backend's handle, epochs int64 [S] of the rows it samples, launch time in ns."""
+    """A step in flight.
+
+    Attributes:
+        batch: what was launched.
+        chunks_from: its rows from this one on are prompt chunks.
+        pending: the backend's handle.
+        epochs: int64 [S], of the rows it samples.
+        launched_ns: when.
+    """
 
     batch: StepBatch
+    chunks_from: int
     pending: PendingStep
     epochs: Longs
     launched_ns: int
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Its prompt tokens."""
+        return int(self.batch.query_len[self.chunks_from :].sum())
+
 
 @dataclass(frozen=True)
 class Committed:
-    """Rows that got a token: parallel int32 [n] slots and visible lengths, uint32 [n] generations; and alternatives."""
+    """What a step led to.
+
+    Attributes:
+        slots, visible: int32 [n], slots that got tokens and their visible lengths; generations: uint32 [n].
+        tops: alternatives.
+        drafted: draft tokens checked. accepted: how many drafts were right at their first, second, … token.
+    """
 
     slots: Ints
     generations: np.ndarray
     visible: Ints
     tops: tuple[TopLogprobs, ...]
+    drafted: int = 0
+    accepted: tuple[int, ...] = ()
 
 
 def commit(step: LaunchedStep, result: StepResult, sequences: Sequences, now_ns: int) -> Committed:
     """Write the results of `step`, end the rows that are done, share the prompts that are computed."""
     rows, batch = sequences.rows, step.batch
     sampled = batch.rows[batch.sample]
+    stopped = sequences.rules.stopped(sampled, result.token_ids, batch.out_position)
     live = rows.epoch[sampled] == step.epochs
+    drafts = len(batch.sample) and step.chunks_from > batch.num_decode
+    if drafts:
+        live &= follows(batch, result.token_ids, stopped | result.failed)
     good = live & ~result.failed
     which = np.flatnonzero(good)
     row, position, ids = sampled[which], batch.out_position[which], result.token_ids[which]
     rows.tokens[row, rows.prompt_len[row] + position] = ids
     rows.out_len[row] = position + 1
-    rows.good[row] = batch.kv_len[batch.sample[which]]
-    written = _write_slots(sequences, row, position, ids, result.logprobs[which], now_ns)
-    committed = Committed(*written, _alternatives(batch, result, sequences, good))
-    stopped = sequences.rules.stopped(row, ids, position)
+    rows.good[row] = rows.prompt_len[row] + position
+    _write_slots(sequences, row, position, ids, result.logprobs[which], now_ns)
+    committed = _committed(batch, result, sequences, good)
+    if drafts:
+        committed = replace(committed, **_settle_drafts(step, sequences, which))
+    stopped = stopped[which]
     done = stopped | (position + 1 >= sequences.rules.limit[row])
-    first_chunk = int(np.searchsorted(which, batch.num_decode))
+    first_chunk = int(np.searchsorted(batch.sample[which], step.chunks_from))
     for i in range(first_chunk, len(which)):
         if not done[i]:
             sequences.publish(int(row[i]))
@@ -64,10 +94,47 @@ def commit(step: LaunchedStep, result: StepResult, sequences: Sequences, now_ns:
     return committed
 
 
-def _write_slots(
-    sequences: Sequences, row: Ints, position: Ints, ids: Ints, logprobs: np.ndarray, now_ns: int
-) -> tuple[Ints, np.ndarray, Ints]:
-    """Publish in the order that readers rely on. Returns slots, generations and visible lengths."""
+def follows(batch: StepBatch, token_ids: Ints, ends: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """bool [S]: results of a row up to and with the first that differs from its draft, or at which the row ends.
+
+    Args:
+        token_ids: int32 [S], sampled.
+        ends: bool [S], the row ends with this one.
+    """
+    sample, given = batch.sample, batch.token_ids[batch.sampled_at()]
+    wrong = np.zeros(len(sample), dtype=np.bool_)
+    wrong[1:] = (sample[1:] == sample[:-1]) & ((given[1:] != token_ids[:-1]) | ends[:-1])
+    before = np.cumsum(wrong)
+    kept: NDArray[np.bool_] = before == before[np.searchsorted(sample, sample)]
+    return kept
+
+
+def _settle_drafts(step: LaunchedStep, sequences: Sequences, which: NDArray[np.intp]) -> dict[str, Any]:
+    """Give back the KV of wrong guesses; the counts for `Committed`. `which` are the results that count."""
+    rows, batch = sequences.rows, step.batch
+    nth = np.arange(len(batch.sample)) - np.searchsorted(batch.sample, batch.sample)
+    accepted = np.bincount(nth[which][nth[which] > 0] - 1)
+    members = np.arange(batch.num_decode, step.chunks_from)
+    live = rows.epoch[batch.rows[members]] == step.epochs[np.searchsorted(batch.sample, members)]
+    for member in members[live].tolist():
+        sequences.settle(int(batch.rows[member]))
+    checked = batch.query_len[members] - 1
+    return {"drafted": int(checked.sum()), "accepted": tuple(accepted.tolist())}
+
+
+def _committed(batch: StepBatch, result: StepResult, sequences: Sequences, good: NDArray[np.bool_]) -> Committed:
+    """The rows that got tokens, each once, with the last of them."""
+    which = np.flatnonzero(good)
+    member = batch.sample[which]
+    last = which[np.append(member[1:] != member[:-1], True)] if len(which) else which
+    rows = batch.rows[batch.sample[last]]
+    generations = sequences.rows.generation[rows].astype(np.uint32)
+    tops = _alternatives(batch, result, sequences, good)
+    return Committed(sequences.rows.slot[rows], generations, batch.out_position[last] + 1, tops)
+
+
+def _write_slots(sequences: Sequences, row: Ints, position: Ints, ids: Ints, logprobs: np.ndarray, now_ns: int) -> None:
+    """Publish in the order that readers rely on."""
     slots, index = sequences.slots, sequences.rows.slot[row]
     slots.output_ids[index, position] = ids
     slots.logprobs[index, position] = logprobs
@@ -75,9 +142,7 @@ def _write_slots(
     if first.any():
         slots.first_token_ns[index[first]] = now_ns
     slots.last_token_ns[index] = now_ns
-    visible = position + 1
-    slots.visible[index] = visible
-    return index, sequences.rows.generation[row].astype(np.uint32), visible
+    slots.visible[index] = position + 1
 
 
 def _alternatives(

@@ -1,6 +1,7 @@
-"""What the next step computes: pure functions of the rows, their KV lengths and two budgets.
+"""What the next step computes: pure functions of the rows, their KV lengths and budgets.
 
-Decode rows come first, then prompt chunks in order of admission, mixed in one step. Knows no ledger, slots or device.
+Decode rows come first, then those that check a draft, then prompt chunks in order of admission, mixed in one step.
+Knows no ledger, slots, device or clock: how much time a step should take has become token counts in its `Budget`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from inferserve.engine.cost_model import tiled
+from inferserve.engine.proposer import NO_DRAFTS, Drafts, Proposer, draft
 from inferserve.engine.rows import DECODING, FILLING, PAUSED, QUEUED, EndRules, Rows
 from inferserve.engine.step import Ints
 
@@ -28,11 +32,16 @@ class Budget:
         tokens: query tokens of the step.
         chunk: query tokens of one sequence.
         whole_prompts: a prompt is computed in one step or not yet.
+        prompts: prompt tokens of a step in which rows decode; None = as many as `tokens` leaves. With drafts it may be
+            some more, up to the next whole tile of the step.
+        drafts: draft tokens that a row may check.
     """
 
     tokens: int
     chunk: int
     whole_prompts: bool = False
+    prompts: int | None = None
+    drafts: int = 0
 
 
 class StepPlan(NamedTuple):
@@ -40,6 +49,7 @@ class StepPlan(NamedTuple):
 
     Attributes:
         decode: int32 [D], rows that compute their newest token.
+        drafts: rows that compute their newest token and a draft of those after it.
         prefill: int32 [P], rows that compute a chunk of `chunks` tokens.
         chunks: int32 [P].
         short: the KV pool is too full for this; something must be paused first, and the plan is empty.
@@ -48,56 +58,79 @@ class StepPlan(NamedTuple):
     decode: Ints = _NONE
     prefill: Ints = _NONE
     chunks: Ints = _NONE
+    drafts: Drafts = NO_DRAFTS
     short: bool = False
 
     @property
     def empty(self) -> bool:
         """True when there is nothing to launch."""
-        return not (len(self.decode) or len(self.prefill))
+        return not (len(self.decode) or len(self.prefill) or self.drafts.rows)
 
 
 SHORT = StepPlan(short=True)
 
 
-def in_order(rows: Rows, chosen: Ints) -> Ints:
-    """`chosen` rows, oldest admission first."""
-    return chosen[np.argsort(rows.order[chosen], kind="stable")]
+def in_order(rows: Rows, chosen: NDArray[np.bool_]) -> Ints:
+    """Rows whose flag in `chosen`, bool [max_rows], is set; int32 [n], oldest admission first."""
+    found = np.flatnonzero(chosen).astype(np.int32)
+    return found[np.argsort(rows.order[found], kind="stable")]
 
 
 def of_state(rows: Rows, state: int) -> Ints:
     """Rows in `state`, int32 [n], oldest first."""
-    return in_order(rows, np.flatnonzero(rows.state == state).astype(np.int32))
+    return in_order(rows, rows.state == state)
 
 
-def plan_step(rows: Rows, rules: EndRules, length: Ints, budget: Budget, available: int) -> StepPlan:
+def _decoding(rows: Rows, rules: EndRules) -> NDArray[np.bool_]:
+    """Rows that decode and have not been asked for their last token."""
+    return (rows.state == DECODING) & (rows.planned < rules.limit)
+
+
+def plan_step(
+    rows: Rows, rules: EndRules, length: Ints, budget: Budget, available: int, proposer: Proposer | None = None
+) -> StepPlan:
     """The next step.
 
     Args:
-        rows, rules: the running set. Rows whose last token is already asked for are left out.
+        rows, rules: the running set. Rows whose last token is already asked for, and those whose length depends on a
+            draft in flight, are left out.
         length: int32 [max_rows], KV tokens of each row before the step.
         budget: limits of the step.
         available: KV tokens that can be given out.
+        proposer: makes drafts, if the budget allows any.
     """
-    decoding = np.flatnonzero((rows.state == DECODING) & (rows.planned < rules.limit)).astype(np.int32)
-    decode = in_order(rows, decoding)[: budget.tokens]
+    decode = in_order(rows, _decoding(rows, rules) & (rows.drafted == 0))[: budget.tokens]
     if len(decode) > available:
         return SHORT
     filling = of_state(rows, FILLING)
+    left = min(budget.tokens, available) - len(decode)
+    drafts = NO_DRAFTS
+    if proposer is not None and budget.drafts and not (budget.whole_prompts and len(filling)):
+        decode, drafts = draft(rows, rules, decode, proposer, budget.drafts, left // 2 if len(filling) else left)
+        left -= drafts.tokens
     if not len(filling):
-        return StepPlan(decode)
+        return StepPlan(decode, drafts=drafts)
     wanted = (rows.fill[filling] - length[filling]).tolist()
     if budget.whole_prompts:
         return _plan_whole(decode, filling, wanted, budget, available)
-    left = min(budget.tokens, available) - len(decode)
+    if budget.prompts is not None:
+        beside = len(decode) + len(drafts.rows) + drafts.tokens
+        left = min(left, tiled(beside + budget.prompts) - beside if drafts.rows else budget.prompts)
+    chunks = _cut(wanted, budget.chunk, left)
+    if not chunks and not len(decode) and not drafts.rows:
+        return SHORT
+    return StepPlan(decode, filling[: len(chunks)], np.array(chunks, dtype=np.int32), drafts)
+
+
+def _cut(wanted: list[int], longest: int, left: int) -> list[int]:
+    """Chunks of the first rows, at most `longest` of one and `left` of all."""
     chunks = []
     for want in wanted:
         if left <= 0:
             break
-        chunks.append(min(want, budget.chunk, left))
+        chunks.append(min(want, longest, left))
         left -= chunks[-1]
-    if not chunks and not len(decode):
-        return SHORT
-    return StepPlan(decode, filling[: len(chunks)], np.array(chunks, dtype=np.int32))
+    return chunks
 
 
 def _plan_whole(decode: Ints, filling: Ints, wanted: list[int], budget: Budget, available: int) -> StepPlan:
@@ -117,11 +150,12 @@ def next_to_start(rows: Rows) -> int | None:
     return int(waiting[rows.order[waiting].argmin()]) if len(waiting) else None
 
 
-def tokens_wanted(rows: Rows, rules: EndRules, length: Ints, budget: Budget) -> int:
-    """Query tokens that the rows which hold KV would put into the next step."""
-    decoding = int(np.count_nonzero((rows.state == DECODING) & (rows.planned < rules.limit)))
+def has_room(rows: Rows, rules: EndRules, length: Ints, budget: Budget) -> bool:
+    """Whether the next step could compute more than the rows that hold KV would put into it."""
+    decoding = int(np.count_nonzero(_decoding(rows, rules)))
     filling = np.flatnonzero(rows.state == FILLING)
-    return decoding + int(np.minimum(rows.fill[filling] - length[filling], budget.chunk).sum())
+    wanted = int(np.minimum(rows.fill[filling] - length[filling], budget.chunk).sum())
+    return decoding + wanted < budget.tokens and (budget.prompts is None or wanted < budget.prompts)
 
 
 def tokens_promised(rows: Rows, length: Ints, resumes: bool) -> int:

@@ -69,7 +69,10 @@ class Rows:
         planned: output tokens committed or asked for by launched steps.
         fill: tokens to compute before the row decodes: prompt, and output so far after a pause.
         good: leading tokens whose KV is known to be good, since finite logits came out of it.
-        tokens: int32 [max_rows, max_len], prompt and committed output.
+        plain: bool, the likeliest token is taken and nothing else is asked for, so that drafts can be checked.
+        drafted: draft tokens that the step in flight checks; until its results are read the row's length is unknown.
+        quiet: output tokens before which no draft is made, since the last one was wrong.
+        tokens: int32 [max_rows, max_len], prompt and committed output, behind them the draft in flight.
     """
 
     def __init__(self, max_rows: int, max_len: int) -> None:
@@ -83,4 +86,7 @@ class Rows:
         self.planned: Ints = np.zeros(max_rows, dtype=np.int32)
         self.fill: Ints = np.zeros(max_rows, dtype=np.int32)
         self.good: Ints = np.zeros(max_rows, dtype=np.int32)
+        self.plain: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        self.drafted: Ints = np.zeros(max_rows, dtype=np.int32)
+        self.quiet: Ints = np.zeros(max_rows, dtype=np.int32)
         self.tokens: Ints = np.zeros((max_rows, max_len), dtype=np.int32)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from inferserve.engine.planner import tokens_promised
+from inferserve.engine.proposer import QUIET_TOKENS
 from inferserve.engine.rows import DECODING, FILLING, FOLLOWING, FREE, PAUSED, QUEUED, EndRules, Rows
 from inferserve.engine.step import EngineBackend, Ints
 from inferserve.errors import EngineError
@@ -92,6 +93,8 @@ class Sequences:
         rows.slot[row], rows.generation[row], rows.order[row] = admit.index, admit.generation, self._admissions
         rows.prompt_len[row] = len(prompt)
         rows.out_len[row] = rows.planned[row] = rows.fill[row] = rows.good[row] = 0
+        rows.drafted[row] = rows.quiet[row] = 0
+        rows.plain[row] = params.plain
         rows.tokens[row, : len(prompt)] = prompt
         self.rules.set(row, params, rows.tokens.shape[1] - len(prompt))
         self._params[row] = params
@@ -148,6 +151,15 @@ class Sequences:
         """Share the prompt of a row that has just computed it; its siblings need not wait any more."""
         self.ledger.publish(row, self.rows.tokens[row, : self.rows.good[row]])
         self._let_follow(row)
+
+    def settle(self, row: int) -> None:
+        """Take back what a row was given for a draft beyond the tokens that turned out right."""
+        rows = self.rows
+        right = int(rows.drafted[row] - (rows.planned[row] - rows.out_len[row]))
+        if right <= 0:
+            rows.quiet[row] = rows.out_len[row] + QUIET_TOKENS
+        rows.planned[row], rows.drafted[row] = rows.out_len[row], 0
+        self.ledger.truncate(row, int(rows.prompt_len[row] + rows.out_len[row]) - 1)
 
     def _release(self, row: int, good: int) -> None:
         if self.rows.state[row] >= FILLING:

@@ -15,7 +15,10 @@ import numpy as np
 from inferserve.config.schema import ServerConfig
 from inferserve.engine.batch import build_batch
 from inferserve.engine.commit import Committed, LaunchedStep, commit
-from inferserve.engine.planner import Budget, StepPlan, next_to_start, plan_step, tokens_wanted, youngest_holder
+from inferserve.engine.cost_model import CostModel
+from inferserve.engine.pacing import Pace, Target, cost_of
+from inferserve.engine.planner import Budget, StepPlan, has_room, next_to_start, plan_step, youngest_holder
+from inferserve.engine.proposer import NgramProposer, Proposer
 from inferserve.engine.rows import FILLING, PAUSED, EndRules, Rows
 from inferserve.engine.sequences import Sequences
 from inferserve.engine.step import EngineBackend
@@ -25,10 +28,21 @@ from inferserve.protocol.messages import Commands, Finish, KvCounters, StepRepor
 from inferserve.shm.slots import SlotView
 
 
-def budget_of(config: ServerConfig) -> Budget:
-    """The fixed step budget that the flags ask for."""
+def make_pace(config: ServerConfig, model: CostModel | None) -> Pace:
+    """The budgets that the flags ask for."""
     schedule = config.schedule
-    return Budget(schedule.batch_max_tokens, schedule.chunked_prefill_size, schedule.disable_chunked_prefill)
+    limits = Budget(
+        schedule.batch_max_tokens,
+        schedule.chunked_prefill_size,
+        schedule.disable_chunked_prefill,
+        drafts=0 if make_proposer(config) is None else config.engine.spec_tokens,
+    )
+    return Pace(limits, model, Target(schedule.target_step_ms, schedule.target_step_ratio))
+
+
+def make_proposer(config: ServerConfig) -> Proposer | None:
+    """What guesses tokens, as `--spec-mode` says."""
+    return NgramProposer() if config.engine.spec_mode == "ngram" else None
 
 
 class Worker:
@@ -39,6 +53,7 @@ class Worker:
         slots: the engine's view of the slot table.
         backend: started.
         kv_tokens: size of its KV pool.
+        cost: predicts the time of steps; None = steps are as large as the fixed budget allows.
         clock: nanoseconds of CLOCK_MONOTONIC.
     """
 
@@ -48,6 +63,7 @@ class Worker:
         slots: SlotView,
         backend: EngineBackend,
         kv_tokens: int,
+        cost: CostModel | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         max_rows, max_len = config.schedule.running_max_req_size, config.model.max_req_total_len
@@ -56,7 +72,8 @@ class Worker:
         self.ledger = KvLedger(kv_tokens, max_rows, max_len, caches)
         self.sequences = Sequences(slots, self.ledger, backend, Rows(max_rows, max_len), rules)
         self._backend = backend
-        self._budget = budget_of(config)
+        self._pace = make_pace(config, cost)
+        self._proposer = make_proposer(config)
         self._depth = max(0, config.engine.pipeline_depth)
         self._clock = clock
         self._inflight: deque[LaunchedStep] = deque()
@@ -103,24 +120,25 @@ class Worker:
 
     def _plan(self) -> StepPlan:
         """The next step's rows. Under KV pressure the steps in flight are read first, then rows are paused."""
-        self._start_rows()
+        budget = self._pace.budget(self.sequences.rows, self.ledger.length)
+        self._start_rows(budget)
         while True:
-            sequences = self.sequences
-            plan = plan_step(sequences.rows, sequences.rules, self.ledger.length, self._budget, self.ledger.available)
+            rows, rules, ledger = self.sequences.rows, self.sequences.rules, self.ledger
+            plan = plan_step(rows, rules, ledger.length, budget, ledger.available, self._proposer)
             if not plan.short or self._inflight:
                 return plan
-            row, alone = youngest_holder(sequences.rows)
+            row, alone = youngest_holder(rows)
             if alone:
                 self._does_not_fit(row)
             else:
-                sequences.pause(row)
+                self.sequences.pause(row)
 
-    def _start_rows(self) -> None:
+    def _start_rows(self, budget: Budget) -> None:
         """Give KV to waiting rows, oldest first, as far as the next step has use for them."""
         sequences = self.sequences
         row = next_to_start(sequences.rows)
         while row is not None:
-            if tokens_wanted(sequences.rows, sequences.rules, self.ledger.length, self._budget) >= self._budget.tokens:
+            if not has_room(sequences.rows, sequences.rules, self.ledger.length, budget):
                 return
             if not sequences.start(row, self._clock()):
                 if (sequences.rows.state >= FILLING).any():
@@ -139,7 +157,8 @@ class Worker:
         batch = build_batch(self._steps, plan, rows, self.ledger)
         epochs = rows.epoch[batch.rows[batch.sample]]
         now = self._clock()
-        self._inflight.append(LaunchedStep(batch, self._backend.launch(batch), epochs, now))
+        chunks_from = len(batch.rows) - len(plan.prefill)
+        self._inflight.append(LaunchedStep(batch, chunks_from, self._backend.launch(batch), epochs, now))
 
     def _commit(self) -> tuple[LaunchedStep, Committed, float]:
         step = self._inflight.popleft()
@@ -147,6 +166,7 @@ class Worker:
         now = self._clock()
         seconds = (now - max(step.launched_ns, self._committed_ns)) / 1e9
         self._committed_ns = now
+        self._pace.observe(cost_of(step.batch, step.chunks_from), seconds * 1e3)
         return step, commit(step, result, self.sequences, now), seconds
 
     def _report(
@@ -160,6 +180,7 @@ class Worker:
         self._reported = counters
         cached, evicted = self.ledger.take_digests()
         batch = step.batch if step else None
+        prompt_tokens = step.prompt_tokens if step else 0
         return StepReport(
             step=batch.step if batch else self._steps,
             slots=committed.slots.tobytes() if committed else b"",
@@ -172,6 +193,9 @@ class Worker:
             evicted_digests=evicted,
             preempted=events.preempted,
             step_seconds=seconds,
-            prefill_tokens=len(batch.token_ids) - batch.num_decode if batch else 0,
-            decode_tokens=batch.num_decode if batch else 0,
+            prefill_tokens=prompt_tokens,
+            decode_tokens=len(batch.token_ids) - prompt_tokens if batch else 0,
+            drafts=step.chunks_from - step.batch.num_decode if step else 0,
+            draft_tokens=committed.drafted if committed else 0,
+            accepted=committed.accepted if committed else (),
         )

@@ -97,7 +97,8 @@ class StepReport(msgspec.Struct, frozen=True, tag="step"):
     """engine leader → router and detokenize, after a commit.
 
     `slots` (int32), `generations` (uint32) and `visible` (int32) are parallel raw arrays, one entry for each row that
-    produced tokens in this step; `visible` is the row's output length now readable in its slot.
+    produced tokens in this step; `visible` is the row's output length now readable in its slot. `drafts` rows checked
+    `draft_tokens` guesses; `accepted[i]` of the drafts were right up to their token i.
     """
 
     step: int
@@ -113,6 +114,9 @@ class StepReport(msgspec.Struct, frozen=True, tag="step"):
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: tuple[int, ...] = ()
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="engine_ready"):

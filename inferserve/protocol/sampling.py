@@ -66,6 +66,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         """True when the likeliest token is always taken."""
         return self.temperature < 1e-5 or self.top_k == 1
 
+    @property
+    def plain(self) -> bool:
+        """True when a token depends on the model's logits alone, and nothing else is wanted of them."""
+        edited = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+        return self.greedy and not edited and self.logprobs is None
+
     def validate(self, vocab_size: int) -> SamplingParams:
         """Return self, or raise InvalidRequest naming the field.
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from inferserve.engine.planner import (
     Budget,
+    has_room,
     next_to_start,
     plan_step,
     tokens_promised,
-    tokens_wanted,
     youngest_holder,
 )
 from inferserve.engine.rows import DECODING, FILLING, FOLLOWING, FREE, PAUSED, QUEUED, EndRules, Rows
@@ -52,7 +52,16 @@ def test_rows_whose_last_token_is_asked_for_are_left_out() -> None:
     rows, rules, length = running((DECODING, 1, 0), (DECODING, 2, 0))
     rows.planned[0] = 50
     assert plan_step(rows, rules, length, Budget(64, 7), PLENTY).decode.tolist() == [1]
-    assert tokens_wanted(rows, rules, length, Budget(64, 7)) == 1
+
+
+def test_room_is_what_the_rows_with_kv_leave() -> None:
+    rows, rules, length = running((DECODING, 1, 0), (FILLING, 2, 30), (QUEUED, 3, 0))
+    assert has_room(rows, rules, length, Budget(32, 64)) and not has_room(rows, rules, length, Budget(31, 64))
+    assert has_room(rows, rules, length, Budget(9, 7)) and not has_room(rows, rules, length, Budget(8, 7))
+    assert has_room(rows, rules, length, Budget(99, 64, prompts=31))
+    assert not has_room(rows, rules, length, Budget(99, 64, prompts=30))
+    rows.planned[0] = 50
+    assert has_room(rows, rules, length, Budget(31, 64)), "its last token is asked for"
 
 
 def test_nothing_to_do_is_not_a_shortage() -> None:

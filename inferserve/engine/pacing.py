@@ -1,0 +1,132 @@
+"""`Pace`: how much a step may compute so that rows which decode do not wait long. The leader's clock, in two integers.
+
+What it decides leaves it as token counts in a `Budget`, which followers can be told; times, and what is learnt from
+them, stay here. Without a cost model every step may be as large as the fixed budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from inferserve.engine.cost_model import TILE, CostModel, StepCost, chunk_pairs, tiled
+from inferserve.engine.planner import Budget, in_order
+from inferserve.engine.rows import DECODING, FILLING, QUEUED, Rows
+from inferserve.engine.step import Ints, StepBatch
+
+LEAST_PROMPT = TILE // 2
+"""Prompt tokens that every step may compute, however long it gets: prompts must not starve."""
+
+DRAFT_RATIO = 1.25
+"""How much longer a step may get by drafts that it checks: what is thrown away should have cost little."""
+
+_LEARNING = 0.02
+_BOUND = 2.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """How long a step with prompts beside decode rows should take: `ms`, or if that is 0, `ratio` × the step without."""
+
+    ms: float = 0.0
+    ratio: float = 0.0
+
+    def of(self, decode_ms: float) -> float:
+        """Milliseconds, where a step without prompts takes `decode_ms`."""
+        return self.ms or self.ratio * decode_ms
+
+
+class Pace:
+    """Budgets of coming steps.
+
+    Args:
+        fixed: limits that hold whatever time a step takes; `fixed.drafts` is the longest draft of a row.
+        model: None for no limits but these.
+        target: used with a model.
+    """
+
+    def __init__(self, fixed: Budget, model: CostModel | None = None, target: Target | None = None) -> None:
+        self._fixed = fixed
+        self._model = model
+        self._target = target or Target()
+        self._factor = 1.0
+
+    @property
+    def factor(self) -> float:
+        """Measured ÷ predicted time of the steps so far, slowly changing, within [1/2, 2]."""
+        return self._factor
+
+    def budget(self, rows: Rows, length: Ints) -> Budget:
+        """Limits of the next step.
+
+        Args:
+            rows: the running set.
+            length: int32 [max_rows], KV tokens of each row.
+        """
+        decoding = np.flatnonzero(rows.state == DECODING)
+        if self._model is None or not len(decoding):
+            return self._fixed
+        decode = StepCost(len(decoding), int(length[decoding].sum()) + len(decoding), 0.0, len(decoding))
+        drafts = self._drafts(decode) if self._fixed.drafts else 0
+        filling = in_order(rows, (rows.state >= QUEUED) & (rows.state <= FILLING))
+        if not len(filling):
+            return replace(self._fixed, drafts=drafts)
+        return replace(self._fixed, drafts=drafts, prompts=self._prompts(decode, rows, filling, length[filling]))
+
+    def observe(self, step: StepCost, milliseconds: float) -> None:
+        """A step took this long."""
+        if self._model is not None:
+            ratio = milliseconds / self._model.milliseconds(step)
+            self._factor += _LEARNING * (min(max(ratio, 1 / _BOUND), _BOUND) - self._factor)
+
+    def _time(self, step: StepCost) -> float:
+        assert self._model is not None
+        return self._factor * self._model.milliseconds(step)
+
+    def _drafts(self, decode: StepCost) -> int:
+        """Draft tokens of each row that cost little beside the step without."""
+        limit, rows = DRAFT_RATIO * self._time(decode), decode.tokens
+        for drafts in range(self._fixed.drafts, 0, -1):
+            tokens = rows * (1 + drafts)
+            if self._time(decode._replace(tokens=tokens, sampled=tokens)) <= limit:
+                return drafts
+        return 0
+
+    def _prompts(self, decode: StepCost, rows: Rows, filling: Ints, before: Ints) -> int:
+        """Prompt tokens that keep the step within the target: whole tiles together with the decode rows."""
+        wanted = np.where(
+            rows.state[filling] == FILLING,
+            rows.fill[filling] - before,
+            rows.prompt_len[filling] + rows.out_len[filling],
+        )
+        parts = list(zip(before.tolist(), np.minimum(wanted, self._fixed.chunk).tolist(), strict=True))
+        target = self._target.of(self._time(decode))
+        low = tiled(decode.tokens + LEAST_PROMPT) // TILE
+        high = max(low, tiled(min(self._fixed.tokens, decode.tokens + sum(want for _, want in parts))) // TILE)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._time(_with_prompts(decode, parts, middle * TILE - decode.tokens)) <= target:
+                low = middle
+            else:
+                high = middle - 1
+        return low * TILE - decode.tokens
+
+
+def _with_prompts(decode: StepCost, parts: list[tuple[int, int]], tokens: int) -> StepCost:
+    """The step with `tokens` prompt tokens of `parts` (tokens before, tokens wanted), first come first served."""
+    pairs, left = 0.0, tokens
+    for before, want in parts:
+        take = min(want, left)
+        pairs += chunk_pairs(before, take)
+        left -= take
+        if not left:
+            break
+    return decode._replace(tokens=decode.tokens + tokens, pairs=pairs)
+
+
+def cost_of(batch: StepBatch, chunks_from: int) -> StepCost:
+    """What the cost of `batch` depends on; its rows from `chunks_from` on are prompt chunks."""
+    queries, context = batch.query_len[chunks_from:].astype(np.float64), batch.kv_len[chunks_from:]
+    pairs = float((queries * (context - (queries - 1) / 2)).sum())
+    return StepCost(len(batch.token_ids), int(batch.kv_len[:chunks_from].sum()), pairs, len(batch.sample))
