@@ -61,28 +61,29 @@ class Sequences:
 
     # ---------------------------------------------------------------------------------------------- admission
 
-    def admit(self, admit: Admit) -> None:
-        """Take over a slot: reset the engine's columns and queue a row for it, or end it at once. Stale ones are dropped."""
+    def admit(self, admit: Admit) -> bool:
+        """Take over a slot: reset the engine's columns and queue a row for it (True), or end it at once. Stale ones are dropped."""
         slots, index = self.slots, admit.index
         if not 0 <= index < len(slots.generation) or int(slots.generation[index]) != admit.generation:
-            return
+            return False
         slots.visible[index] = slots.cached_tokens[index] = slots.preemptions[index] = 0
         slots.prefill_start_ns[index] = slots.first_token_ns[index] = slots.last_token_ns[index] = 0
         slots.finish[index] = Finish.NONE
         if slots.cancelled[index]:
             self._report_end(index, admit.generation, Finish.ABORT)
-            return
+            return False
         try:
             params = slots.sampling_params(index)
         except msgspec.MsgspecError as error:
             self._report_end(index, admit.generation, Finish.ERROR, error=f"sampling parameters: {error}")
-            return
+            return False
         prompt, max_len = slots.prompt(index), self.rows.tokens.shape[1]
         if not 0 < len(prompt) < max_len:
             problem = f"a prompt of {len(prompt)} tokens; 1 to {max_len - 1} fit"
             self._report_end(index, admit.generation, Finish.ERROR, error=problem)
-            return
+            return False
         self._take_row(admit, params, prompt)
+        return True
 
     def _take_row(self, admit: Admit, params: SamplingParams, prompt: Ints) -> None:
         rows = self.rows
@@ -231,5 +232,7 @@ class Sequences:
         waiting = (rows.state > FREE) & (rows.state < DECODING)
         assert (rows.planned == rows.out_len)[waiting].all(), "a row that does not decode awaits a token"
         decoding = np.flatnonzero(rows.state == DECODING)
+        running = rows.state != FREE
+        assert not rows.drafted[running & (rows.state != DECODING)].any(), "a row that does not decode checks a draft"
         lengths = rows.prompt_len[decoding] + rows.planned[decoding] - 1
         assert (self.ledger.length[decoding] == lengths).all(), "a decoding row has more or less KV than tokens"

@@ -24,7 +24,7 @@ from inferserve.engine.sequences import Sequences
 from inferserve.engine.step import EngineBackend
 from inferserve.errors import EngineError
 from inferserve.kv.ledger import KvLedger
-from inferserve.protocol.messages import Commands, Finish, KvCounters, StepReport
+from inferserve.protocol.messages import Admit, Commands, Finish, KvCounters, StepReport
 from inferserve.shm.slots import SlotView
 
 
@@ -87,21 +87,28 @@ class Worker:
         """True while `step` has something to do."""
         return bool(self._inflight) or self.sequences.count > 0
 
-    def apply(self, commands: Commands) -> None:
-        """Carry out the router's commands. Raises EngineError when one before them is missing."""
+    def apply(self, commands: Commands) -> tuple[Admit, ...]:
+        """Carry out the router's commands; the admissions that took a row. Raises EngineError when commands are missing."""
         if self._command_seq >= 0 and commands.seq != self._command_seq + 1:
             raise EngineError(f"commands {commands.seq} came after {self._command_seq}")
         self._command_seq = commands.seq
-        for admit in commands.admit:
-            self.sequences.admit(admit)
+        taken = tuple(admit for admit in commands.admit if self.sequences.admit(admit))
         for ref in commands.abort:
             self.sequences.end_slot(ref, Finish.ABORT)
         for ref in commands.stop:
             self.sequences.end_slot(ref, Finish.STOP)
+        return taken
 
     def step(self) -> StepReport | None:
-        """Launch the next step if there is one, commit the oldest if it is due; what is to be told, if anything."""
-        plan = self._plan()
+        """One turn: `budget`, `plan` and `run`."""
+        return self.run(self.plan(self.budget()))
+
+    def budget(self) -> Budget:
+        """Limits of the next step, by this process's clock."""
+        return self._pace.budget(self.sequences.rows, self.ledger.length)
+
+    def run(self, plan: StepPlan) -> StepReport | None:
+        """Launch `plan` if it holds anything, commit the oldest step if it is due; what is to be told, if anything."""
         if not plan.empty:
             self._launch(plan)
         due = len(self._inflight) > (0 if plan.empty else self._depth)
@@ -118,9 +125,8 @@ class Worker:
 
     # ---------------------------------------------------------------------------------------------- plan
 
-    def _plan(self) -> StepPlan:
+    def plan(self, budget: Budget) -> StepPlan:
         """The next step's rows. Under KV pressure the steps in flight are read first, then rows are paused."""
-        budget = self._pace.budget(self.sequences.rows, self.ledger.length)
         self._start_rows(budget)
         while True:
             rows, rules, ledger = self.sequences.rows, self.sequences.rules, self.ledger
