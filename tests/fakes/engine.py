@@ -29,29 +29,30 @@ def chain(before: int, token: int) -> int:
     return (before * 1_000_003 + token + 1) % MASK
 
 
-def sampled(prefix_hash: int, seed: int, position: int) -> int:
-    """The token that follows a prefix; never EOS."""
-    return (prefix_hash * 31 + seed * 7919 + position * 104_729) % (VOCAB - 1)
+def sampled(prefix_hash: int, seed: int, position: int, alphabet: int = VOCAB - 1) -> int:
+    """The token that follows a prefix, below `alphabet`; never EOS."""
+    return (prefix_hash * 31 + seed * 7919 + position * 104_729) % alphabet
 
 
-def expected(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+def expected(prompt: Sequence[int], count: int, seed: int = 0, alphabet: int = VOCAB - 1) -> list[int]:
     """What a right engine puts out after `prompt`."""
     state, out = 0, []
     for token in prompt:
         state = chain(state, token)
     for position in range(count):
-        out.append(sampled(state, seed, position))
+        out.append(sampled(state, seed, position, alphabet))
         state = chain(state, out[-1])
     return out
 
 
 @dataclass
 class KvBackend:
-    """See the module. `forced` and `failing` are by (seed, output position)."""
+    """See the module. `forced` and `failing` are by (seed, output position). In a small alphabet guesses come true."""
 
     kv_tokens: int
     max_rows: int
     max_len: int
+    alphabet: int = VOCAB - 1
     forced: dict[tuple[int, int], int] = field(default_factory=dict)
     failing: set[tuple[int, int]] = field(default_factory=set)
     computed: int = 0
@@ -104,16 +105,20 @@ class KvBackend:
 
     def _sample(self, batch: StepBatch) -> StepResult:
         ids, failed, tops = [], [], {}
+        sampled_at = batch.sampled_at().tolist()
         for i, (s, position) in enumerate(zip(batch.sample.tolist(), batch.out_position.tolist(), strict=True)):
             row = int(batch.rows[s])
             params = self.params[row]
-            state = self.pool[self.table[row, int(batch.kv_len[s]) - 1]]
+            state = self.pool[batch.kv_index[sampled_at[i]]]
             key = (params.seed, position)
-            self.newest[row] = self.forced.get(key, sampled(state, params.seed, position))
-            ids.append(self.newest[row])
+            token = self.forced.get(key, sampled(state, params.seed, position, self.alphabet))
+            checks = np.count_nonzero(batch.sample == s) > 1
+            assert params.plain or not checks, "a draft for a row whose tokens do not depend on its logits alone"
+            self.newest[row] = -1000 if checks else token
+            ids.append(token)
             failed.append(key in self.failing)
             if params.logprobs:
-                tops[i] = TopAlternatives((self.newest[row],) * params.logprobs, (-0.5,) * params.logprobs)
+                tops[i] = TopAlternatives((token,) * params.logprobs, (-0.5,) * params.logprobs)
         logprobs = np.full(len(ids), -0.5, dtype=np.float32)
         return StepResult(np.array(ids, dtype=np.int32), logprobs, np.array(failed, dtype=np.bool_), tops)
 
@@ -139,11 +144,18 @@ def engine_config(
     whole_prompts: bool = False,
     vocab: int = VOCAB,
     queued: int = 16,
+    drafts: int = 0,
 ) -> ServerConfig:
-    """A resolved configuration for an engine alone."""
+    """A resolved configuration for an engine alone; `drafts` tokens are guessed at a time."""
     return ServerConfig(
         model=ModelPart(max_req_total_len=max_len, eos_id=(EOS,)),
-        engine=EnginePart(engine="fake", pipeline_depth=depth, disable_dynamic_prompt_cache=not cache),
+        engine=EnginePart(
+            engine="fake",
+            pipeline_depth=depth,
+            disable_dynamic_prompt_cache=not cache,
+            spec_mode="ngram" if drafts else "none",
+            spec_tokens=drafts,
+        ),
         schedule=SchedulePart(
             running_max_req_size=rows,
             max_queued_requests=queued,
@@ -158,12 +170,14 @@ def engine_config(
 class Rig:
     """A worker over a real slot table; plays http and router. Every step is followed by `worker.check()`."""
 
-    def __init__(self, kv: int = 512, config: ServerConfig | None = None, **settings: object) -> None:
+    def __init__(
+        self, kv: int = 512, config: ServerConfig | None = None, alphabet: int = VOCAB - 1, **settings: object
+    ) -> None:
         self.config = config or engine_config(**settings)  # type: ignore[arg-type]
         rows, max_len = self.config.schedule.running_max_req_size, self.config.model.max_req_total_len
         self.table, self.segment = SlotTable.create(self.config.slots, max_len)
         self.http, self.slots = self.table.view(Writer.HTTP), self.table.view(Writer.ENGINE)
-        self.backend = KvBackend(kv, rows, max_len)
+        self.backend = KvBackend(kv, rows, max_len, alphabet)
         self.worker = Worker(self.config, self.slots, self.backend, kv)
         self.seq = 0
         self.next_slot = 0
@@ -218,6 +232,7 @@ class Rig:
         assert kv.used + kv.cached + kv.free == kv.total
         indexes = np.frombuffer(report.slots, dtype=np.int32)
         visible = np.frombuffer(report.visible, dtype=np.int32)
+        assert len(set(indexes.tolist())) == len(indexes), "a row is named twice"
         assert len(indexes) == len(visible) == len(np.frombuffer(report.generations, dtype=np.uint32))
         assert (self.slots.visible[indexes] == visible).all()
         for row in report.finished:

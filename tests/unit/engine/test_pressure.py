@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inferserve.protocol.messages import Finish, SlotRef
-from tests.fakes.engine import EOS, Rig, expected
+from tests.fakes.engine import EOS, VOCAB, Rig, expected
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -135,10 +135,23 @@ class WorkerMachine(RuleBasedStateMachine):
 
     depth = 0
     cache = True
+    drafts = 0
+    alphabet = VOCAB - 1
+    params: tuple[tuple[str, object], ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(kv=70, rows=5, max_len=40, chunk=7, batch=12, depth=self.depth, cache=self.cache)
+        self.rig = Rig(
+            kv=70,
+            rows=5,
+            max_len=40,
+            chunk=7,
+            batch=12,
+            depth=self.depth,
+            cache=self.cache,
+            drafts=self.drafts,
+            alphabet=self.alphabet,
+        )
         self.live: dict[SlotRef, tuple[list[int], int, int]] = {}
         self.aborted: set[SlotRef] = set()
         self.stopped: set[SlotRef] = set()
@@ -156,7 +169,7 @@ class WorkerMachine(RuleBasedStateMachine):
         refs = []
         for _ in range(n):
             self.seed += 1
-            ref = self.rig.fill(prompt, max_tokens=count, seed=self.seed)
+            ref = self.rig.fill(prompt, max_tokens=count, seed=self.seed, **dict(self.params))
             if data.draw(st.integers(0, 7)) == 0:
                 self.rig.backend.failing.add((self.seed, data.draw(st.integers(0, count - 1))))
                 self.failing.add(ref)
@@ -195,7 +208,7 @@ class WorkerMachine(RuleBasedStateMachine):
                 del self.live[ref]
                 continue
             output = self.rig.output(ref)
-            assert output == expected(prompt, len(output), seed)
+            assert output == expected(prompt, len(output), seed, self.alphabet)
             if ref in self.rig.finished:
                 finish = self.rig.finish(ref)
                 assert finish is not Finish.LENGTH or len(output) == count
