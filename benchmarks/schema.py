@@ -1,0 +1,92 @@
+"""The one form of every result file: where, what, how, and the figures with their ratios to floors or targets.
+
+schema      1
+benchmark   name of the program
+commit      of the repository; "+" behind it when tracked files were changed
+machine     CPU, GPUs with driver, Python
+versions    of the libraries that matter, where installed
+command     as typed
+settings    what was asked for
+figures     what was measured; units are in the names
+ratios      figure ÷ what it is held against, by name
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving import machine
+
+SCHEMA = 1
+COMMIT = "BENCH_COMMIT"
+"""Environment variable: the commit, for copies of the tree that have no git history."""
+_ROOT = Path(__file__).parents[1]
+_LIBRARIES = ("torch", "triton", "transformers", "flashinfer-python", "flash-attn-3", "nvidia-nccl-cu13")
+_TIMEOUT_S = 10
+
+Json = dict[str, Any]
+
+
+def result(benchmark: str, settings: Json, figures: Json, ratios: Json | None = None) -> Json:
+    """A whole result."""
+    about = machine()
+    versions = about.pop("versions")
+    return {
+        "schema": SCHEMA,
+        "benchmark": benchmark,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": {**about, "platform": platform.machine(), "gpus": gpus()},
+        "versions": {**versions, **{n: v for n in _LIBRARIES if (v := _version(n))}},
+        "command": " ".join([Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "settings": settings,
+        "figures": figures,
+        "ratios": ratios or {},
+    }
+
+
+def write(path: str | Path, content: Json) -> None:
+    """As JSON; folders are made."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def commit() -> str:
+    """See the module; "unknown" where nobody can tell."""
+    named = os.environ.get(COMMIT)
+    if named:
+        return named
+    head = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
+    return (head or "unknown") + ("+" if head and changed else "")
+
+
+def gpus() -> list[str]:
+    """Name, memory and driver of each GPU, as nvidia-smi tells."""
+    told = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return told.splitlines() if told else []
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    """Of a program that may be missing or fail: then ''."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
