@@ -56,3 +56,14 @@ def checked(config: ServerConfig, tokens: int, bytes_per_token: int, budget: int
             f" ({bytes_per_token} bytes a token, {max(budget, 0) / GIB:.2f} GiB for the pool)"
         )
     return tokens
+
+
+def graphs_do_not_fit(config: ServerConfig, tokens: int, graphs: int, free: int) -> str:
+    """What to say when `graphs` CUDA graphs find too little room, `free` bytes, beside a pool of `tokens`."""
+    engine = config.engine
+    return (
+        f"too little device memory for {graphs} CUDA graphs beside a KV pool of {tokens} tokens"
+        f" ({free / GIB:.2f} GiB left): lower --mem-fraction {engine.mem_fraction:g},"
+        f" --graph-max-batch-size {engine.graph_max_batch_size} or"
+        f" --prefill-cudagraph-max-handle-token {engine.prefill_cudagraph_max_handle_token}, or use --disable-cudagraph"
+    )

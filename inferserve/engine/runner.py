@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from inferserve.attention.base import AttentionBackend
+from inferserve.attention.base import AttentionBackend, CapturableAttention, HostRows
+from inferserve.engine.graphs import Graphs
 from inferserve.engine.staging import Staging
 from inferserve.engine.step import PendingStep, StepBatch, StepResult, TopAlternatives
 from inferserve.kernels.dispatch import Kernels
@@ -53,17 +54,38 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Runner:
-    """The parts of a step on one device."""
+    """The parts of a step on one device.
+
+    Attributes:
+        lists: `attention`, if it works from lists made on the host.
+        graphs: captured steps; what they do not serve is launched piece by piece.
+    """
 
     model: CausalModel
     attention: AttentionBackend
     kernels: Kernels
     sampler: Sampler
     staging: Staging
+    lists: CapturableAttention | None = None
+    graphs: Graphs | None = None
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """Start a step; see `EngineBackend.launch`."""
-        step = self.staging.put(batch)
+        replayed = self.graphs.launch(batch) if self.graphs else None
+        logits, sample_rows = replayed or self._forward(batch)
+        if not len(batch.sample):
+            # Its end is waited for all the same: the host must not run ahead further than the pipeline is deep.
+            return _mark(_NONE, None) if logits.is_cuda else Done(_NOTHING)
+        sampled = self.sampler.sample(logits, batch.rows[batch.sample], batch.out_position)
+        self.staging.remember(sample_rows, sampled.token_ids)
+        return _to_host(sampled) if logits.is_cuda else Done(_to_result(sampled))
+
+    def _forward(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [S, vocab] and their rows int64 [S], with every operation launched from here."""
+        work = None
+        if self.lists is not None:
+            work = self.lists.work(HostRows(batch.rows, batch.num_decode, batch.query_len, batch.kv_len), None)
+        step = self.staging.put(batch, work)
         ctx = ForwardContext(
             batch=step.attention,
             attention=self.attention,
@@ -71,13 +93,7 @@ class Runner:
             kernels=self.kernels,
             logits_index=step.logits_index,
         )
-        logits = self.model.forward(step.token_ids, ctx)
-        if not len(batch.sample):
-            # Its end is waited for all the same: the host must not run ahead further than the pipeline is deep.
-            return _mark(_NONE, None) if logits.is_cuda else Done(_NOTHING)
-        sampled = self.sampler.sample(logits, batch.rows[batch.sample], batch.out_position)
-        self.staging.remember(step.sample_rows, sampled.token_ids)
-        return _to_host(sampled) if logits.is_cuda else Done(_to_result(sampled))
+        return self.model.forward(step.token_ids, ctx), step.sample_rows
 
 
 _NONE = torch.empty((3, 0), dtype=torch.int32)

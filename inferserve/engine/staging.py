@@ -2,7 +2,8 @@
 
 On the CPU everything is a view of the planner's and the ledger's own arrays. On CUDA a step goes over in one
 asynchronous copy from pinned memory, the page table lives on the device and takes the step's changes, and ids that
-only the device knows are filled in there: nothing waits for the host.
+only the device knows are filled in there: nothing waits for the host. Captured steps have their own way in
+(`static_inputs`) and share what the device keeps of each row.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import numpy as np
 import torch
 
 from inferserve.attention.base import AttentionBatch
-from inferserve.engine.step import StepBatch
+from inferserve.engine.step import Ints, StepBatch
+from inferserve.kernels.dispatch import kernels_for
 
+_ALIGN = 16
+"""Bytes: kernels are compiled for pointers that are multiples of this."""
 _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
 
@@ -39,8 +43,8 @@ class StepTensors:
 class Staging(Protocol):
     """Brings steps to the device and remembers each row's newest token there."""
 
-    def put(self, batch: StepBatch) -> StepTensors:
-        """Tensors of the step. FROM_DEVICE ids are resolved."""
+    def put(self, batch: StepBatch, work: Ints | None = None) -> StepTensors:
+        """Tensors of the step, and of the attention's work list for it. FROM_DEVICE ids are resolved."""
         ...
 
     def remember(self, sample_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
@@ -54,7 +58,7 @@ class CpuStaging:
     def __init__(self, max_rows: int) -> None:
         self._last_token = torch.zeros(max_rows, dtype=torch.int64)
 
-    def put(self, batch: StepBatch) -> StepTensors:
+    def put(self, batch: StepBatch, work: Ints | None = None) -> StepTensors:
         """See Staging."""
         query_start = _query_start(batch)
         token_ids = batch.token_ids.astype(np.int64)
@@ -72,6 +76,8 @@ class CpuStaging:
                 positions=torch.from_numpy(batch.positions.astype(np.int64)),
                 kv_index=torch.from_numpy(batch.kv_index.astype(np.int64)),
                 table=torch.from_numpy(batch.table),
+                work=None if work is None else torch.from_numpy(work),
+                work_host=work,
             ),
             logits_index=torch.from_numpy(batch.sampled_at()),
             sample_rows=torch.from_numpy(batch.rows[batch.sample].astype(np.int64)),
@@ -82,30 +88,75 @@ class CpuStaging:
         self._last_token[sample_rows] = token_ids
 
 
-class CudaStaging:
-    """Pinned host memory, asynchronous copies on the current stream.
+@dataclass(frozen=True)
+class DeviceRows:
+    """What the device keeps of every row; the row after the last one belongs to the padding of captured steps.
 
-    Pinned blocks come from torch's caching host allocator, which gives one out again only after the copies that read
-    it are done, so a step never overwrites what an earlier one is still sending.
+    Attributes:
+        table: int32 [max_rows + 1, max_len], the page table.
+        last_token: int64 [max_rows + 1], newest sampled token.
     """
 
-    def __init__(self, max_rows: int, max_len: int, device: torch.device) -> None:
-        self._device = device
-        self._table = torch.zeros((max_rows, max_len), dtype=torch.int32, device=device)
-        self._last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
+    table: torch.Tensor
+    last_token: torch.Tensor
 
-    def put(self, batch: StepBatch) -> StepTensors:
+    @staticmethod
+    def make(max_rows: int, max_len: int, device: torch.device) -> DeviceRows:
+        """Zeros."""
+        return DeviceRows(
+            torch.zeros((max_rows + 1, max_len), dtype=torch.int32, device=device),
+            torch.zeros(max_rows + 1, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def spare(self) -> int:
+        """The padding's row."""
+        return self.last_token.shape[0] - 1
+
+    def enter_prefixes(self, batch: StepBatch) -> None:
+        """Copy the table's new prefixes over, all in one upload."""
+        if not batch.new_prefix:
+            return
+        lengths = [length for _, length in batch.new_prefix]
+        pinned = pinned_empty((sum(lengths),), torch.int32, self.table.device)
+        np.concatenate([batch.table[row, :length] for row, length in batch.new_prefix], out=pinned.numpy())
+        parts = pinned.to(self.table.device, non_blocking=True).split(lengths)
+        for (row, length), part in zip(batch.new_prefix, parts, strict=True):
+            self.table[row, :length].copy_(part)
+
+    def remember(self, sample_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """See Staging."""
+        self.last_token.index_copy_(0, sample_rows, token_ids)
+
+
+def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory that `device` can copy from while the host goes on.
+
+    torch's caching host allocator gives a pinned block out again only after the copies that read it are done.
+    """
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class CudaStaging:
+    """Pinned host memory, asynchronous copies on the current stream."""
+
+    def __init__(self, rows: DeviceRows) -> None:
+        self.rows = rows
+        self._device = rows.table.device
+        self._step_inputs = kernels_for(self._device).step_inputs
+
+    def put(self, batch: StepBatch, work: Ints | None = None) -> StepTensors:
         """See Staging."""
         query_start = _query_start(batch)
         owner = np.repeat(batch.rows, batch.query_len)
         last, sampling = batch.sampled_at(), batch.rows[batch.sample]
         longs = (batch.token_ids, batch.positions, batch.kv_index, owner, last, sampling)
-        token_ids, positions, kv_index, owners, logits_index, sample_rows, rows, start, kv_len = self._send(
-            [*(a.astype(np.int64) for a in longs), batch.rows, query_start, batch.kv_len]
-        )
-        self._update_table(batch, owners, positions, kv_index)
-        if batch.token_ids.min(initial=0) < 0:
-            token_ids = torch.where(token_ids < 0, self._last_token[owners], token_ids)
+        ints = (batch.rows, query_start, batch.kv_len, np.empty(0, np.int32) if work is None else work)
+        sent = self._send([*(a.astype(np.int64) for a in longs), *ints])
+        token_ids, positions, kv_index, owners, logits_index, sample_rows, rows, start, kv_len, work_list = sent
+        self.rows.enter_prefixes(batch)
+        table = self.rows.table
+        token_ids = self._step_inputs(token_ids, owners, positions, kv_index, self.rows.last_token, table)
         return StepTensors(
             token_ids=token_ids,
             attention=_attention_batch(
@@ -115,7 +166,9 @@ class CudaStaging:
                 kv_len=kv_len,
                 positions=positions,
                 kv_index=kv_index,
-                table=self._table,
+                table=table,
+                work=None if work is None else work_list,
+                work_host=work,
             ),
             logits_index=logits_index,
             sample_rows=sample_rows,
@@ -123,23 +176,17 @@ class CudaStaging:
 
     def remember(self, sample_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """See Staging."""
-        self._last_token.index_copy_(0, sample_rows, token_ids)
+        self.rows.remember(sample_rows, token_ids)
 
     def _send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
-        """One copy for all arrays, int64 ones before int32 ones; each comes back as a view of the copy."""
-        pinned = torch.empty(sum(a.nbytes for a in arrays), dtype=torch.uint8, pin_memory=True)
-        np.concatenate([a.view(np.uint8) for a in arrays], out=pinned.numpy())
-        parts = pinned.to(self._device, non_blocking=True).split([a.nbytes for a in arrays])
-        return [part.view(_TORCH[a.dtype]) for part, a in zip(parts, arrays, strict=True)]
-
-    def _update_table(
-        self, batch: StepBatch, owners: torch.Tensor, positions: torch.Tensor, kv_index: torch.Tensor
-    ) -> None:
-        for row, length in batch.new_prefix:
-            pinned = torch.empty(length, dtype=torch.int32, pin_memory=True)
-            pinned.numpy()[:] = batch.table[row, :length]
-            self._table[row, :length].copy_(pinned, non_blocking=True)
-        self._table.index_put_((owners, positions), kv_index.int())
+        """One copy for all arrays; each comes back as a view of the copy, at a multiple of _ALIGN."""
+        room = [-(-a.nbytes // _ALIGN) * _ALIGN for a in arrays]
+        pinned = pinned_empty((sum(room),), torch.uint8, self._device)
+        host = pinned.numpy()
+        for a, part in zip(arrays, np.split(host, np.cumsum(room)[:-1]), strict=True):
+            part[: a.nbytes] = a.view(np.uint8)
+        parts = pinned.to(self._device, non_blocking=True).split(room)
+        return [part[: a.nbytes].view(_TORCH[a.dtype]) for part, a in zip(parts, arrays, strict=True)]
 
 
 def _query_start(batch: StepBatch) -> np.ndarray:
@@ -157,6 +204,8 @@ def _attention_batch(
     positions: torch.Tensor,
     kv_index: torch.Tensor,
     table: torch.Tensor,
+    work: torch.Tensor | None,
+    work_host: Ints | None,
 ) -> AttentionBatch:
     return AttentionBatch(
         rows=rows,
@@ -170,4 +219,6 @@ def _attention_batch(
         max_kv_len=int(batch.kv_len.max(initial=0)),
         query_len_host=batch.query_len,
         kv_len_host=batch.kv_len,
+        work=work,
+        work_host=work_host,
     )

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from inferserve.attention.base import Bucket, CapturableAttention
 from inferserve.attention.registry import make_attention
 from inferserve.config.machine import available_memory
 from inferserve.config.model_config import ModelConfig
 from inferserve.config.schema import ServerConfig
 from inferserve.engine import memory, warmup
+from inferserve.engine.graphs import Parts, buckets, capture, measure
+from inferserve.engine.recorder import CudaRecorder
 from inferserve.engine.runner import Runner
-from inferserve.engine.staging import CpuStaging, CudaStaging
+from inferserve.engine.staging import CpuStaging, CudaStaging, DeviceRows
 from inferserve.engine.step import BackendFacts, Ints, PendingStep, StepBatch
 from inferserve.errors import ConfigError
 from inferserve.kernels.dispatch import kernels_for
 from inferserve.kv.pool import KvPool
 from inferserve.log import event
 from inferserve.models.registry import load_model, read_model_config
-from inferserve.models.spec import CausalModel
+from inferserve.models.spec import CapturableModel, CausalModel
 from inferserve.protocol.sampling import SamplingParams
 from inferserve.sampling.sampler import Sampler
 
@@ -61,7 +64,9 @@ class TorchBackend:
             raise ConfigError(
                 f"too little device memory, lower --mem-fraction or --batch-max-tokens: {error}"
             ) from error
-        if config.engine.warmup and self._device.type == "cpu":
+        if self._device.type == "cuda":
+            self._capture(pool)
+        elif config.engine.warmup:
             self._warm_up(warmup.small(config, self._max_rows))
         gib = pool.tokens * KvPool.bytes_per_token(pool.shapes, dtype) / memory.GIB
         about: dict[str, str | int | float] = {
@@ -70,6 +75,7 @@ class TorchBackend:
             "model_type": model_config.model_type,
             "runs_on": type(model).__name__,
             "kv_gib": round(gib, 2),
+            "graphs": len(self._ready().graphs or ()),
         }
         return BackendFacts(pool.tokens, about)
 
@@ -131,26 +137,60 @@ class TorchBackend:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()
-        steps = max(0, torch.cuda.max_memory_reserved() - weights - trial.tokens * bytes_per_token)
-        self._runner = None
+        steps = max(0, torch.cuda.max_memory_reserved() - weights - (trial.tokens + 1) * bytes_per_token)
+        parts = self._parts(trial)
+        graphs = measure(parts, self._buckets(), CudaRecorder(self._device)) if parts else 0
+        self._runner = parts = None
         del trial
         torch.cuda.empty_cache()
-        gib = {"weights_gib": weights, "largest_step_gib": steps, "others_gib": others, "device_gib": total}
-        event(log, "memory measured", **asdict(extent), **{name: round(n / memory.GIB, 2) for name, n in gib.items()})
-        budget = int(total * self._config.engine.mem_fraction) - others - weights - steps
-        return memory.device_tokens(self._config, bytes_per_token, budget)
+        sizes = {"weights": weights, "largest_step": steps, "graphs": graphs, "others": others, "device": total}
+        gib = {f"{name}_gib": round(n / memory.GIB, 2) for name, n in sizes.items()}
+        event(log, "memory measured", **asdict(extent), **gib)
+        budget = int(total * self._config.engine.mem_fraction) - others - weights - steps - graphs
+        return memory.device_tokens(self._config, bytes_per_token, budget - bytes_per_token)
+
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return buckets(self._config.engine, self._max_rows, warmup.largest(self._config, self._max_rows).tokens)
+
+    def _parts(self, pool: KvPool) -> Parts | None:
+        """What graphs are made of; None where steps cannot be captured, or are not to be."""
+        runner = self._ready()
+        if not self._buckets() or not isinstance(runner.staging, CudaStaging):
+            return None
+        model, attention = runner.model, runner.lists
+        if attention is None or not isinstance(model, CapturableModel) or not model.capturable:
+            event(log, "no CUDA graphs: this model or attention backend cannot be captured")
+            return None
+        return Parts(model, attention, runner.kernels, runner.staging.rows, pool.spare)
+
+    def _capture(self, pool: KvPool) -> None:
+        """Give the runner its graphs."""
+        parts, wanted = self._parts(pool), self._buckets()
+        if parts is None:
+            return
+        try:
+            graphs = capture(parts, wanted, CudaRecorder(self._device))
+        except torch.OutOfMemoryError as error:
+            free = torch.cuda.mem_get_info()[0]
+            raise ConfigError(memory.graphs_do_not_fit(self._config, pool.tokens, len(wanted), free)) from error
+        except RuntimeError as error:
+            raise ConfigError(f"CUDA graphs cannot be captured; --disable-cudagraph goes without ({error})") from error
+        torch.cuda.empty_cache()  # what the runs before the captures took on their stream
+        self._runner = replace(self._ready(), graphs=graphs)
 
     def _make_runner(self, model: CausalModel, model_config: ModelConfig, pool: KvPool) -> Runner:
         config, device = self._config, self._device
         max_len = config.model.max_req_total_len
+        attention = make_attention(config.engine.attention_backend, pool, device)
         return Runner(
             model=model,
-            attention=make_attention(config.engine.attention_backend, pool, device),
+            attention=attention,
             kernels=kernels_for(device),
             sampler=Sampler(self._max_rows, max_len, model_config.vocab_size, device, config.model.eos_id),
             staging=CpuStaging(self._max_rows)
             if device.type == "cpu"
-            else CudaStaging(self._max_rows, max_len, device),
+            else CudaStaging(DeviceRows.make(self._max_rows, max_len, device)),
+            lists=attention if isinstance(attention, CapturableAttention) else None,
         )
 
     def _warm_up(self, extent: warmup.Extent) -> None:
