@@ -1,21 +1,34 @@
-"""A small decoder with random weights, and runners over it that share nothing."""
+"""A small decoder with random weights, runners over it that share nothing, and a random course of steps for them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from inferserve.attention.base import Bucket, CapturableAttention
 from inferserve.config.model_config import RopeConfig
+from inferserve.engine.graphs import Parts, capture
+from inferserve.engine.recorder import Recorder
 from inferserve.engine.runner import Runner
+from inferserve.engine.staging import CpuStaging, CudaStaging, DeviceRows
 from inferserve.engine.step import BackendFacts, Ints, PendingStep, StepBatch
+from inferserve.kernels.dispatch import kernels_for
+from inferserve.kv.pool import KvPool
 from inferserve.models.decoder import Decoder
 from inferserve.models.spec import DecoderSpec
 from inferserve.protocol.sampling import SamplingParams
 from inferserve.sampling.sampler import Sampled, Sampler
+from tests.parity.driver import Driver
 
 VOCAB = 97
+CPU = torch.device("cpu")
+ROWS, LENGTH, TOKENS = 7, 40, 200
+BUCKETS = (Bucket(24, 7, 7), Bucket(16, 7, 7), Bucket(7, 7, 0), Bucket(4, 4, 0), Bucket(2, 2, 0), Bucket(1, 1, 0))
+
+MakeAttention = Callable[[KvPool], CapturableAttention]
 
 
 def random_decoder(
@@ -60,15 +73,55 @@ def random_decoder(
 
 
 class KeepingSampler(Sampler):
-    """Keeps the logits it was given."""
+    """Keeps the logits it was given, and answers with the tokens of `forced` as long as there are any."""
 
-    def __init__(self, max_rows: int, max_len: int, device: torch.device) -> None:
-        super().__init__(max_rows, max_len, VOCAB, device, ())
-        self.seen: list[torch.Tensor] = []
+    def __init__(self, device: torch.device, forced: list[torch.Tensor] | None = None) -> None:
+        super().__init__(ROWS, LENGTH, VOCAB, device, ())
+        self.logits: list[torch.Tensor] = []
+        self.tokens: list[torch.Tensor] = []
+        self._forced = list(forced or ())
 
     def sample(self, logits: torch.Tensor, rows: Ints, out_position: Ints) -> Sampled:
-        self.seen.append(logits.clone())
-        return super().sample(logits, rows, out_position)
+        self.logits.append(logits.clone())
+        sampled = super().sample(logits, rows, out_position)
+        if self._forced:
+            sampled = replace(sampled, token_ids=self._forced.pop(0))
+        self.tokens.append(sampled.token_ids)
+        return sampled
+
+
+def plain_runner(
+    make: MakeAttention,
+    *,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    forced: list[torch.Tensor] | None = None,
+) -> Runner:
+    """Steps are launched as they are."""
+    model = random_decoder(max_len=LENGTH, device=device, dtype=dtype)
+    attention = make(KvPool(model.kv_shapes, TOKENS, dtype, device))
+    staging = CpuStaging(ROWS) if device.type == "cpu" else CudaStaging(DeviceRows.make(ROWS, LENGTH, device))
+    lists = attention if isinstance(attention, CapturableAttention) else None
+    return Runner(model, attention, kernels_for(device), KeepingSampler(device, forced), staging, lists)
+
+
+def captured_runner(
+    make: MakeAttention,
+    recorder: Recorder,
+    *,
+    wanted: tuple[Bucket, ...] = BUCKETS,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    forced: list[torch.Tensor] | None = None,
+) -> Runner:
+    """Steps that fit a bucket are replayed."""
+    model = random_decoder(max_len=LENGTH, device=device, dtype=dtype)
+    pool = KvPool(model.kv_shapes, TOKENS, dtype, device)
+    attention, rows, kernels = make(pool), DeviceRows.make(ROWS, LENGTH, device), kernels_for(device)
+    with torch.inference_mode():
+        graphs = capture(Parts(model, attention, kernels, rows, pool.spare), wanted, recorder)
+    sampler = KeepingSampler(device, forced)
+    return Runner(model, attention, kernels, sampler, CudaStaging(rows), attention, graphs)
 
 
 @dataclass
@@ -88,9 +141,17 @@ class RunnerBackend:
         self.runner.sampler.close_row(row)
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        self.steps.append(batch)
+        self.steps.append(replace(batch, table=batch.table.copy()))
         with torch.inference_mode():
             return self.runner.launch(batch)
+
+
+def generate(runner: Runner, seed: int, chunk: int) -> tuple[list[tuple[int, ...]], RunnerBackend, Driver]:
+    """Texts of some random prompts, with chunks, prefix hits and pauses on the way."""
+    backend = RunnerBackend(runner)
+    driver = Driver(backend, kv_tokens=TOKENS, max_rows=ROWS, max_len=LENGTH, prefix_cache=True, chunk=chunk)
+    prompts = random_prompts(14, 25, seed)
+    return driver.generate(prompts, 12, batch=5 + seed % 3, pause_every=9), backend, driver
 
 
 def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:

@@ -6,8 +6,6 @@ what only a CUDA graph can get wrong is in `test_graphs_gpu`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -15,20 +13,13 @@ import torch
 from inferserve.attention.base import Bucket
 from inferserve.attention.reference import ReferenceAttention
 from inferserve.config.schema import EnginePart
-from inferserve.engine.graphs import Graphs, Parts, buckets, capture
+from inferserve.engine.graphs import Graphs, buckets
 from inferserve.engine.recorder import EagerRecorder, Run
 from inferserve.engine.runner import Runner
-from inferserve.engine.staging import CpuStaging, CudaStaging, DeviceRows
 from inferserve.engine.step import FROM_DEVICE, StepBatch
-from inferserve.kernels.dispatch import kernels_for
 from inferserve.kv.pool import KvPool
 from tests.fakes.listed_attention import ListedAttention
-from tests.fakes.tiny_decoder import KeepingSampler, RunnerBackend, random_decoder, random_prompts
-from tests.parity.driver import Driver
-
-CPU = torch.device("cpu")
-ROWS, LENGTH, TOKENS = 7, 40, 200
-BUCKETS = (Bucket(24, 7, 7), Bucket(16, 7, 7), Bucket(7, 7, 0), Bucket(4, 4, 0), Bucket(2, 2, 0), Bucket(1, 1, 0))
+from tests.fakes.tiny_decoder import BUCKETS, CPU, captured_runner, generate, plain_runner
 
 
 class CountingRecorder(EagerRecorder):
@@ -48,51 +39,38 @@ class CountingRecorder(EagerRecorder):
         return again
 
 
-def plain_runner() -> Runner:
-    model = random_decoder(max_len=LENGTH)
-    pool = KvPool(model.kv_shapes, TOKENS, torch.float32, CPU)
-    sampler = KeepingSampler(ROWS, LENGTH, CPU)
-    return Runner(model, ReferenceAttention(pool, CPU), kernels_for(CPU), sampler, CpuStaging(ROWS))
+def listed(pool: KvPool) -> ListedAttention:
+    return ListedAttention(pool, CPU)
 
 
-def captured_runner(wanted: tuple[Bucket, ...] = BUCKETS) -> tuple[Runner, CountingRecorder]:
-    model, recorder = random_decoder(max_len=LENGTH), CountingRecorder()
-    pool = KvPool(model.kv_shapes, TOKENS, torch.float32, CPU)
-    attention, rows = ListedAttention(pool, CPU), DeviceRows.make(ROWS, LENGTH, CPU)
-    sampler = KeepingSampler(ROWS, LENGTH, CPU)
-    runner = Runner(model, attention, kernels_for(CPU), sampler, CudaStaging(rows), attention)
-    with torch.inference_mode():
-        graphs = capture(Parts(model, attention, runner.kernels, rows, pool.spare), wanted, recorder)
+def reference(pool: KvPool) -> ReferenceAttention:
+    return ReferenceAttention(pool, CPU)
+
+
+def captured(wanted: tuple[Bucket, ...] = BUCKETS) -> tuple[Runner, CountingRecorder]:
+    recorder = CountingRecorder()
+    runner = captured_runner(listed, recorder, wanted=wanted)
     recorder.replays = 0
-    return replace(runner, graphs=graphs), recorder
-
-
-def generate(runner: Runner, seed: int, chunk: int) -> tuple[list[tuple[int, ...]], RunnerBackend, Driver]:
-    backend = RunnerBackend(runner)
-    driver = Driver(backend, kv_tokens=TOKENS, max_rows=ROWS, max_len=LENGTH, prefix_cache=True, chunk=chunk)
-    prompts = random_prompts(14, 25, seed)
-    return driver.generate(prompts, 12, batch=5 + seed % 3, pause_every=9), backend, driver
+    return runner, recorder
 
 
 @pytest.mark.parametrize(("seed", "chunk"), [(0, 6), (1, 30), (2, 3), (3, 11)])
 def test_the_same_tokens_and_logits(seed: int, chunk: int) -> None:
-    plain, (captured, recorder) = plain_runner(), captured_runner()
+    plain, (replayed, recorder) = plain_runner(reference), captured()
     tokens, backend, driver = generate(plain, seed, chunk)
-    assert generate(captured, seed, chunk)[0] == tokens
+    assert generate(replayed, seed, chunk)[0] == tokens
     assert driver.hits > 0 and any(step.new_prefix for step in backend.steps)
     assert any((step.token_ids == FROM_DEVICE).any() for step in backend.steps)
     assert recorder.replays == sum(len(step.token_ids) <= BUCKETS[0].tokens for step in backend.steps) > 0
-    seen = [runner.sampler.seen for runner in (plain, captured)]
-    assert len(seen[0]) == len(seen[1])
-    for expected, logits in zip(*seen, strict=True):
+    for expected, logits in zip(plain.sampler.logits, replayed.sampler.logits, strict=True):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_steps_larger_than_any_bucket_are_launched_as_they_are_between_others() -> None:
     small = (Bucket(8, 7, 7), Bucket(2, 2, 0))
-    captured, recorder = captured_runner(small)
-    tokens, backend, _ = generate(captured, 5, 20)
-    assert tokens == generate(plain_runner(), 5, 20)[0]
+    replayed, recorder = captured(small)
+    tokens, backend, _ = generate(replayed, 5, 20)
+    assert tokens == generate(plain_runner(reference), 5, 20)[0]
     assert 0 < recorder.replays < len(backend.steps)
 
 
@@ -102,11 +80,11 @@ def step(rows: int, decode: int, tokens: int) -> StepBatch:
 
 
 def test_which_bucket_serves_a_step() -> None:
-    captured, _ = captured_runner()
-    assert isinstance(captured.graphs, Graphs) and len(captured.graphs) == len(BUCKETS)
+    graphs = captured()[0].graphs
+    assert isinstance(graphs, Graphs) and len(graphs) == len(BUCKETS)
 
     def found(*numbers: int) -> Bucket | None:
-        place = captured.graphs.find(step(*numbers))
+        place = graphs.find(step(*numbers))
         return place and place.bucket
 
     assert found(1, 1, 1) == Bucket(1, 1, 0)
