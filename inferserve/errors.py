@@ -10,7 +10,8 @@ InferServeError
 │   ├── Unavailable       503  draining or not ready; carries Retry-After
 │   └── RequestFailed     500  the engine ended this one request (NaN row, fault)
 ├── EngineError                 ends the engine process
-│   └── KvExhausted             one request alone does not fit
+│   ├── KvExhausted             one request alone does not fit
+│   └── RankLost                another rank of the same model does not answer
 ├── TransportError
 │   ├── BadMessage              a frame that does not decode
 │   └── PeerGone                the other side of a channel does not take messages
@@ -103,6 +104,10 @@ class EngineError(InferServeError):
 
 class KvExhausted(EngineError):
     """The KV pool cannot hold even one request."""
+
+
+class RankLost(EngineError):
+    """Another rank of the same model is gone or does not answer."""
 
 
 class TransportError(InferServeError):

@@ -157,7 +157,36 @@ class Commands(msgspec.Struct, frozen=True, tag="commands"):
     stop: tuple[SlotRef, ...] = ()
 
 
-EngineMessage = Commands
+class Admitted(msgspec.Struct, frozen=True, array_like=True):
+    """A slot for which the leader has taken a row, with what it read there: raw `params` and `prompt` (int32).
+
+    Followers must not read the slot themselves: when they get to it, it may already be somebody else's.
+    """
+
+    index: int
+    generation: int
+    params: bytes
+    prompt: bytes
+
+
+class StepHeader(msgspec.Struct, frozen=True, tag="header"):
+    """engine leader → every other rank, before it launches: all that its turn depends on besides the router's commands.
+
+    `commands_upto` is the last command that the turn starts with, -1 for none so far. `prefill_budget` are prompt tokens
+    beside decode rows (-1: no limit but the fixed ones) and `draft_budget` draft tokens of a row. `refused` are rows that
+    the leader could not start. `digest` is the state before the turn, empty when it is not to be compared.
+    """
+
+    turn: int
+    commands_upto: int
+    prefill_budget: int = -1
+    draft_budget: int = 0
+    admitted: tuple[Admitted, ...] = ()
+    refused: tuple[int, ...] = ()
+    digest: bytes = b""
+
+
+EngineMessage = Commands | StepHeader
 
 
 # --------------------------------------------------------------------------------------------- to the detokenizer

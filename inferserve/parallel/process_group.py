@@ -1,0 +1,97 @@
+"""`ProcessGroup`: ranks over torch.distributed, NCCL between GPUs and gloo between processes on a CPU.
+
+Rendezvous is through a file in the private directory of the boot, so that nothing listens for it (torch's TCPStore
+would, on every interface); gloo's and NCCL's own sockets are pinned to loopback by the environment that the launcher
+gives to engines. A broken collective is a `RankLost`: which rank it was, the launcher knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from inferserve.errors import RankLost
+from inferserve.parallel.all_reduce import AllReduce, Collective, Symmetric, reachable
+from inferserve.parallel.ranks import LEADER
+
+TIMEOUT_S = 300.0
+"""How long a rank waits in a collective. At start the others may still be loading weights."""
+_STORE = "ranks"
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """What torch raises in a collective, as RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).strip().partition("\n")[0]
+        raise RankLost(f"the other engine ranks do not answer: {first}") from error
+
+
+class ProcessGroup:
+    """See `ranks.Ranks`."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, all_reduce: AllReduce) -> None:
+        self._group = group
+        self._device = device
+        self._all_reduce = all_reduce
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        with _together():
+            return self._all_reduce.sum(x)
+
+    def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See Ranks."""
+        out = x.new_empty((self.size, *x.shape))
+        with _together():
+            dist.all_gather(list(out), x.contiguous(), group=self._group)
+        return tuple(out)
+
+    def from_leader(self, x: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        with _together():
+            dist.broadcast(x, src=LEADER, group=self._group)
+        return x
+
+    def least(self, number: int) -> int:
+        """See Ranks."""
+        value = torch.tensor([number], dtype=torch.int64, device=self._device)
+        with _together():
+            dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self._group)
+            return int(value.item())
+
+
+def join(rank: int, size: int, device: torch.device, run_dir: Path, all_reduce: str) -> ProcessGroup:
+    """Meet the other ranks; returns when all are there.
+
+    Args:
+        rank, size: which one this is of how many.
+        device: where its tensors live; on CUDA a device with index, already current.
+        run_dir: private directory that all ranks share.
+        all_reduce: `--all-reduce`.
+
+    Raises RankLost if the others do not come.
+    """
+    with _together():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.FileStore(str(run_dir / _STORE), size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+    group = dist.group.WORLD
+    plain = ProcessGroup(group, device, Collective(group))
+    if all_reduce != "symmetric" or device.type != "cuda" or not plain.least(reachable(rank, size)):
+        return plain
+    return ProcessGroup(group, device, Symmetric(group, device, Collective(group)))
