@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from inferserve.config.quantization import Quantization
 from inferserve.errors import ConfigError
 
 Json = Mapping[str, Any]
@@ -129,6 +130,7 @@ class ModelConfig:
         attention_bias, mlp_bias: the config's switches; what a family has in any case is in `models`.
         eos_ids: ids that end a text.
         dtype: dtype of the weights: float32, float16, bfloat16, or '' where the config does not say.
+        quantization: how the checkpoint stores them, None = as such floats.
     """
 
     model_type: str
@@ -151,6 +153,7 @@ class ModelConfig:
     mlp_bias: bool
     eos_ids: tuple[int, ...]
     dtype: str
+    quantization: Quantization | None = None
 
     @property
     def context_length(self) -> int:
@@ -206,6 +209,7 @@ class ModelConfig:
             dtype=_dtype(
                 text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
             ),
+            quantization=Quantization.from_json(config),
         )
 
 

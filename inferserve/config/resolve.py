@@ -16,6 +16,7 @@ from inferserve.config.dummy_model import completed, weight_count
 from inferserve.config.machine import cpu_count, cuda_problem
 from inferserve.config.model_files import ModelFiles, read_model
 from inferserve.config.model_source import ModelSource, Report, check_path, locate
+from inferserve.config.quantization import ALIASES
 from inferserve.config.schema import EnginePart, ModelFacts, ModelPart, SchedulePart, ServerConfig
 from inferserve.errors import ConfigError
 
@@ -54,6 +55,7 @@ def resolve(asked: ServerConfig, report: Report = _report) -> ServerConfig:
     files = read_model(source, with_weights=not (fake or dummy), eos_given=bool(asked.model.eos_id))
     config = _fill(asked, source, files)
     problems = [*check_resolved(config, files.config.context_length), *_check_rope(config, files)]
+    problems += _check_quantization(asked, files)
     if problems:
         raise ConfigError(*problems)
     return config
@@ -82,6 +84,13 @@ def _check_rope(config: ServerConfig, files: ModelFiles) -> list[str]:
         f"--max-req-total-len {config.model.max_req_total_len}: dynamic rope scaling beyond {original} tokens needs"
         " --disable-dynamic-prompt-cache and --disable-chunked-prefill"
     ]
+
+
+def _check_quantization(asked: ServerConfig, files: ModelFiles) -> list[str]:
+    stored, wanted = files.config.quantization, asked.model.quant_type
+    if wanted == "none" or stored is None or stored.quant_type == ALIASES.get(wanted, wanted):
+        return []
+    return [f"--quant-type {wanted}: the checkpoint is quantised already ({stored.quant_type or stored.method})"]
 
 
 def _check_device(asked: ServerConfig) -> list[str]:
@@ -140,11 +149,18 @@ def _model(asked: ServerConfig, source: ModelSource, files: ModelFiles, device: 
     return replace(
         model,
         data_type=dtype,
+        quant_type=_quant_type(asked, files),
         served_model_name=model.served_model_name or source.name,
         eos_id=model.eos_id or files.eos_ids,
         max_req_total_len=model.max_req_total_len or longest,
         chat_template=str(Path(model.chat_template).expanduser().resolve()) if model.chat_template else "",
     )
+
+
+def _quant_type(asked: ServerConfig, files: ModelFiles) -> str:
+    """The checkpoint's own where it has one."""
+    stored, wanted = files.config.quantization, asked.model.quant_type
+    return (stored and stored.quant_type) or ALIASES.get(wanted, wanted)
 
 
 def _schedule(asked: SchedulePart, longest: int, device: str) -> SchedulePart:

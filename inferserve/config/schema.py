@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from inferserve.config.quantization import ALIASES, QUANT_TYPES
+
 
 def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), metavar: str = "", auto: str = "") -> Any:
     """A field that is a flag. `auto` says what the default stands for, shown in --help."""
@@ -37,6 +39,11 @@ class ModelPart:
         "weights and KV dtype",
         choices=("auto", "float32", "fp32", "float16", "fp16", "bfloat16", "bf16"),
         auto="the model's own; float32 on CPU",
+    )
+    quant_type: str = flag(
+        "none",
+        "matrices and their inputs in fp8: a scale a channel, or a 128 x 128 block; quantised checkpoints need no flag",
+        choices=("none", *QUANT_TYPES, *ALIASES),
     )
     eos_id: tuple[int, ...] = flag((), "token ids that end a text", metavar="ID", auto="from the model")
     chat_template: str = flag("", "file with a jinja chat template", auto="the tokenizer's")

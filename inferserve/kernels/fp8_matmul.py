@@ -14,11 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from inferserve.kernels.fp8_quant import LARGEST, SMALLEST, fp8_quant_ref
+from inferserve.kernels.fp8_quant import GROUP, LARGEST, SMALLEST, fp8_dequant_ref, fp8_quant_ref
 from inferserve.kernels.skinny_matmul import _sum_over_splits
 
-GROUP = 128
-"""Values of K that share a scale, and the tile's side along K."""
 QUANTISED_INSIDE = 16
 """Most tokens that may come unquantised."""
 
@@ -215,15 +213,6 @@ def fp8_matmul_ref(
         x, x_scale = fp8_quant_ref(x, GROUP)
     if w_scale.dim() == 1:
         w_scale = w_scale[:, None]
-    total = _dequantised(x, x_scale) @ _dequantised(weight, w_scale).T
+    total = fp8_dequant_ref(x, x_scale) @ fp8_dequant_ref(weight, w_scale).T
     return (total if bias is None else total + bias.float()).to(dtype)
 
-
-def _dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Float32 [R, K] from scales [R or ceil(R / 128), 1 or ceil(K / 128)]."""
-    rows, cols = values.shape
-    if scale.shape[0] != rows:
-        scale = scale.repeat_interleave(GROUP, 0)[:rows]
-    if scale.shape[1] > 1:
-        scale = scale.repeat_interleave(GROUP, 1)[:, :cols]
-    return values.float() * scale

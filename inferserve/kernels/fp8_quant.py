@@ -15,6 +15,8 @@ from inferserve.kernels.launch_config import next_power_of_2
 LARGEST: tl.constexpr = tl.constexpr(448.0)
 SMALLEST: tl.constexpr = tl.constexpr(1e-10)
 """Least max|x| that a scale is made of, so that zeros divide by something."""
+GROUP = 128
+"""Values that share a scale where scales are not for whole rows, and the side of a weight's blocks."""
 _TILE = 4096
 
 
@@ -86,3 +88,20 @@ def fp8_quant_ref(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
     scaled = (padded * (largest / peak)[..., None]).clamp(-LARGEST.value, LARGEST.value)
     quantised = scaled.to(torch.float8_e4m3fn)
     return quantised.flatten(1)[:, :width].contiguous(), peak / largest
+
+
+def fp8_dequant_ref(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What quantised numbers stand for; kernels never write it down.
+
+    Args:
+        values: float8_e4m3fn [R, N].
+        scales: float32 [R or ceil(R / 128), 1 or ceil(N / 128)].
+
+    Returns: float32 [R, N].
+    """
+    rows, width = values.shape
+    if scales.shape[0] != rows:
+        scales = scales.repeat_interleave(GROUP, 0)[:rows]
+    if scales.shape[1] > 1:
+        scales = scales.repeat_interleave(GROUP, 1)[:, :width]
+    return values.float() * scales

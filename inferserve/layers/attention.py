@@ -14,6 +14,7 @@ from inferserve.attention.base import LayerSpec
 from inferserve.layers.context import ForwardContext
 from inferserve.layers.linear import Linear
 from inferserve.layers.norm import RmsNorm
+from inferserve.layers.quant import Fp8Scheme
 from inferserve.layers.rotary import Rotation
 
 
@@ -26,6 +27,7 @@ class AttentionShape:
         heads, kv_heads, head_dim: grouped-query heads (Ainslie et al., arXiv 2305.13245).
         qkv_bias, o_bias: biases of the projections.
         qk_norm_eps: RMSNorm over each head of q and k before rotation; 0 = none.
+        quant: of the projections; None = float.
     """
 
     size: int
@@ -35,6 +37,7 @@ class AttentionShape:
     qkv_bias: bool
     o_bias: bool
     qk_norm_eps: float
+    quant: Fp8Scheme | None = None
 
 
 class Attention(nn.Module):
@@ -46,8 +49,8 @@ class Attention(nn.Module):
         self.shape = shape
         self.spec = spec
         self.sizes = (q_size, kv_size, kv_size)
-        self.qkv = Linear(shape.size, *self.sizes, bias=shape.qkv_bias)
-        self.out = Linear(q_size, shape.size, bias=shape.o_bias)
+        self.qkv = Linear(shape.size, *self.sizes, bias=shape.qkv_bias, quant=shape.quant)
+        self.out = Linear(q_size, shape.size, bias=shape.o_bias, quant=shape.quant)
         if shape.qk_norm_eps:
             self.q_norm = RmsNorm(shape.head_dim, shape.qk_norm_eps)
             self.k_norm = RmsNorm(shape.head_dim, shape.qk_norm_eps)

@@ -7,15 +7,16 @@ from torch import nn
 
 from inferserve.layers.context import ForwardContext
 from inferserve.layers.linear import Linear
+from inferserve.layers.quant import Fp8Scheme
 
 
 class GatedMlp(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, size: int, inner: int, bias: bool) -> None:
+    def __init__(self, size: int, inner: int, bias: bool, quant: Fp8Scheme | None = None) -> None:
         super().__init__()
-        self.gate_up = Linear(size, inner, inner, bias=bias)
-        self.down = Linear(inner, size, bias=bias)
+        self.gate_up = Linear(size, inner, inner, bias=bias, quant=quant)
+        self.down = Linear(inner, size, bias=bias, quant=quant)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """[T, size] → [T, size]."""

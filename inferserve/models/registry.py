@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from inferserve.config.model_config import ModelConfig
+from inferserve.config.quantization import BLOCK
 from inferserve.config.schema import ServerConfig
 from inferserve.errors import ConfigError
+from inferserve.layers.quant import Fp8Scheme, Slot
 from inferserve.models import llama, mistral, qwen2, qwen3
 from inferserve.models.decoder import Decoder
 from inferserve.models.dummy_weights import RandomTensors
@@ -23,6 +26,8 @@ from inferserve.models.weights import Safetensors, TensorSource, destinations, l
 FAMILIES = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
 
 _ROPE_KINDS = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
+_FP8_SINCE = (8, 9)
+"""Compute capability."""
 _IGNORED: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 
@@ -58,6 +63,8 @@ def _obstacle(config: ModelConfig) -> str:
         return f"architecture {config.architecture}"
     if config.rope.kind not in _ROPE_KINDS or config.rope.by_layer_type:
         return f"rope type {config.rope.kind}" + (" by layer type" if config.rope.by_layer_type else "")
+    if config.quantization and not config.quantization.quant_type:
+        return f"quantisation {config.quantization.method}, or its settings"
     if config.hidden_act != "silu":
         return f"hidden_act {config.hidden_act}"
     unknown = set(config.layer_types) - {"full_attention", "sliding_attention"}
@@ -80,7 +87,10 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device) -
             device,
             max_len=config.model.max_req_total_len,
             drawn=drawn,
+            quant=_quant(config, model_config, drawn=drawn),
         )
+    if config.model.quant_type != "none" and model_config.quantization is None:
+        raise ConfigError(f"--quant-type {config.model.quant_type}: transformers runs this model, in floats only")
     from inferserve.models import generic  # imports transformers' modelling code, which takes seconds
 
     return generic.build(
@@ -94,6 +104,13 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device) -
     )
 
 
+def _quant(config: ServerConfig, model_config: ModelConfig, *, drawn: bool) -> Fp8Scheme | None:
+    """As the checkpoint is stored, else as the flag says. Drawn weights are floats in any case."""
+    stored = model_config.quantization
+    kind = stored.quant_type if stored else config.model.quant_type
+    return None if kind == "none" else Fp8Scheme(kind == BLOCK, stored.scale if stored and not drawn else "")
+
+
 def load_decoder(
     family: Family,
     config: ModelConfig,
@@ -104,13 +121,16 @@ def load_decoder(
     *,
     max_len: int,
     drawn: bool = False,
+    quant: Fp8Scheme | None = None,
 ) -> Decoder:
     """Our stack, filled from `folder`, `gguf_file` or a random generator (`drawn`), ready for positions below `max_len`."""
-    spec = family.spec(config)
+    if quant and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_SINCE:
+        raise ConfigError(f"fp8 weights: {torch.cuda.get_device_name(device)} has no fp8 matrix units")
+    spec = replace(family.spec(config), quant=quant)
     with _defaults(dtype, device):
         model = Decoder(spec)
     wanted = dict(destinations(model, family.names, spec.layers))
-    optional: dict[str, torch.Tensor] = {}
+    optional: dict[str, Slot] = {}
     ignored = _IGNORED
     if spec.tied:
         del wanted["lm_head.weight"]

@@ -10,6 +10,7 @@ import torch
 from inferserve.config.model_config import ModelConfig, RopeConfig
 from inferserve.kv.pool import KvShape
 from inferserve.layers.context import ForwardContext
+from inferserve.layers.quant import Fp8Scheme
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class DecoderSpec:
         qkv_bias, o_bias, mlp_bias: which projections have one.
         qk_norm: RMSNorm over each head of q and k.
         tied: the head is the embedding's matrix.
+        quant: of the matrices inside layers; None = float.
     """
 
     vocab: int
@@ -43,6 +45,7 @@ class DecoderSpec:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
+    quant: Fp8Scheme | None = None
 
     @staticmethod
     def of(config: ModelConfig, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> DecoderSpec:

@@ -19,6 +19,7 @@ from torch import nn
 
 from inferserve.errors import ConfigError
 from inferserve.layers.linear import Linear
+from inferserve.layers.quant import FP8, Slot
 from inferserve.log import event
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ class WeightRow(NamedTuple):
     part: int | None = None
 
 
-Destinations = Mapping[str, torch.Tensor]
-"""Checkpoint name, without the prefix `model.` → the view into a parameter that it fills."""
+Destinations = Mapping[str, Slot]
+"""Checkpoint name, without the prefix `model.` → what it fills."""
 
 
 class TensorSource(Protocol):
@@ -105,21 +106,20 @@ def _shards(folder: Path) -> list[Path]:
 def destinations(model: nn.Module, rows: tuple[WeightRow, ...], layers: int) -> Destinations:
     """Where every tensor that `model` has comes from, by the rows of its family."""
     modules = dict(model.named_modules())
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Slot] = {}
     for row in rows:
         for i in range(layers) if "{i}" in row.name else (0,):
             module = modules.get(row.target.format(i=i))
-            for leaf in _LEAVES:
-                parameter = getattr(module, leaf, None)
-                if parameter is not None:
-                    view = parameter if row.part is None else _packed(module).part(leaf, row.part)
-                    found[f"{row.name.format(i=i)}.{leaf}"] = view
+            for leaf, slot in _slots(module, row.part).items():
+                found[f"{row.name.format(i=i)}.{leaf}"] = slot
     return found
 
 
-def _packed(module: nn.Module | None) -> Linear:
-    assert isinstance(module, Linear), "a row with a part must aim at a Linear"
-    return module
+def _slots(module: nn.Module | None, part: int | None) -> Mapping[str, Slot]:
+    if isinstance(module, Linear):
+        return module.slots(part or 0)
+    assert part is None, "a row with a part must aim at a Linear"
+    return {leaf: getattr(module, leaf) for leaf in _LEAVES if getattr(module, leaf, None) is not None}
 
 
 def load(source: TensorSource, wanted: Destinations, optional: Destinations, ignored: tuple[str, ...]) -> None:
@@ -145,6 +145,8 @@ def load(source: TensorSource, wanted: Destinations, optional: Destinations, ign
             continue
         if view.shape != tensor.shape:
             raise ConfigError(f"tensor {name} is {tuple(tensor.shape)}, config.json says {tuple(view.shape)}")
+        if (view.dtype == FP8) != (tensor.dtype.itemsize == 1):
+            raise ConfigError(f"tensor {name} is {tensor.dtype}, which is not what quantization_config describes")
         view.copy_(tensor)
         if time.monotonic() - shown > _PROGRESS_EVERY_S:
             shown = time.monotonic()

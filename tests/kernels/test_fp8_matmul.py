@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inferserve.kernels.fp8_matmul import GROUP, QUANTISED_INSIDE, TILES, Fp8Tiles, fp8_matmul, fp8_matmul_ref
-from inferserve.kernels.fp8_quant import fp8_quant_ref
+from inferserve.kernels.fp8_matmul import QUANTISED_INSIDE, TILES, Fp8Tiles, fp8_matmul, fp8_matmul_ref
+from inferserve.kernels.fp8_quant import GROUP, fp8_quant_ref
 from tests.kernels.compare import DTYPES, assert_matches, random
 
 SHAPES = [(1, 256, 128), (7, 200, 70), (16, 1152, 192), (0, 128, 64)]

@@ -70,10 +70,10 @@ def test_float16_is_not_packed() -> None:
 def test_linear_gives_its_weight_up_when_packed() -> None:
     layer = Linear(8, 4, 6, bias=True)
     with torch.inference_mode():
-        layer.part("weight", 0).fill_(1.0)
-        layer.part("weight", 1).fill_(2.0)
-        layer.part("bias", 0).fill_(0.5)
-        layer.part("bias", 1).fill_(0.0)
+        for part, weight, bias in ((0, 1.0, 0.5), (1, 2.0, 0.0)):
+            slots = layer.slots(part)
+            slots["weight"].copy_(torch.full(slots["weight"].shape, weight))
+            slots["bias"].copy_(torch.full(slots["bias"].shape, bias))
         before = layer.forward(torch.ones(2, 8))
         layer.pack()
         assert torch.equal(layer.forward(torch.ones(2, 8)), before)
