@@ -70,8 +70,7 @@ def report(outcomes: list[Outcome], begin_ns: int, idle_ns: int) -> dict[str, An
 
 def _rates(outcomes: list[Outcome], begin_ns: int, idle_ns: int, end_ns: int) -> dict[str, float]:
     seconds = (end_ns - begin_ns) / 1e9
-    total = sum(_weight(o) * len(o.times) if o.times else max(o.tokens, 0) for o in outcomes)
-    rates = {"total": round(total / seconds, 1) if seconds > 0 else 0.0}
+    rates = {"total": round(_output(outcomes) / seconds, 1) if seconds > 0 else 0.0}
     firsts: dict[int, int] = {}
     for seen in outcomes:
         if seen.times:
@@ -82,6 +81,11 @@ def _rates(outcomes: list[Outcome], begin_ns: int, idle_ns: int, end_ns: int) ->
         inside = sum(_weight(o) * sum(opened < t <= idle_ns for t in o.times) for o in outcomes)
         rates |= {"steady": round(inside / window, 1), "steady_window_s": round(window, 2)}
     return rates
+
+
+def _output(outcomes: list[Outcome]) -> float:
+    """Tokens that arrived, those of failed and cut requests too."""
+    return sum(_weight(o) * len(o.times) if o.times else max(o.tokens, 0) for o in outcomes)
 
 
 def _weight(seen: Outcome) -> float:
@@ -96,7 +100,7 @@ def _gaps(outcomes: Iterable[Outcome], *, per_token: bool) -> NDArray[np.float64
 
 
 def _tokens(whole: list[Outcome], outcomes: list[Outcome], events: int) -> dict[str, Any]:
-    """Counts of the requests that are complete; `events_with_text` of all."""
+    """Counts of the requests that are complete; `output`, `events_with_text` and the prompts' are of all."""
     by_usage = sum(o.tokens for o in whole if o.tokens >= 0)
     in_events = sum(len(o.times) for o in whole)
     return {
@@ -105,6 +109,7 @@ def _tokens(whole: list[Outcome], outcomes: list[Outcome], events: int) -> dict[
         "without_usage": sum(o.tokens < 0 for o in whole),
         "equal": all(o.tokens == o.asked for o in whole),
         "events_with_text": events,
+        "output": round(_output(outcomes)),
         "per_event": round(by_usage / in_events, 3) if in_events else 0.0,
         "prompt": sum(o.prompt_tokens for o in outcomes),
         "prompt_cached": sum(o.cached_tokens for o in outcomes),

@@ -23,13 +23,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import machine
-
 SCHEMA = 1
 COMMIT = "BENCH_COMMIT"
 """Environment variable: the commit, for copies of the tree that have no git history."""
 _ROOT = Path(__file__).parents[1]
-_LIBRARIES = ("torch", "triton", "transformers", "flashinfer-python", "flash-attn-3", "nvidia-nccl-cu13")
+_LIBRARIES = (
+    *("hypercorn", "uvloop", "fastapi", "starlette", "msgspec", "pyzmq", "tokenizers", "numpy"),
+    *("torch", "triton", "transformers", "flashinfer-python", "flash-attn-3", "nvidia-nccl-cu13"),
+)
 _TIMEOUT_S = 10
 
 Json = dict[str, Any]
@@ -37,15 +38,13 @@ Json = dict[str, Any]
 
 def result(benchmark: str, settings: Json, figures: Json, ratios: Json | None = None) -> Json:
     """A whole result."""
-    about = machine()
-    versions = about.pop("versions")
     return {
         "schema": SCHEMA,
         "benchmark": benchmark,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": {**about, "platform": platform.machine(), "gpus": gpus()},
-        "versions": {**versions, **{n: v for n in _LIBRARIES if (v := _version(n))}},
+        "machine": machine(),
+        "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
         "command": " ".join([Path(sys.argv[0]).stem, *sys.argv[1:]]),
         "settings": settings,
         "figures": figures,
@@ -58,6 +57,19 @@ def write(path: str | Path, content: Json) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def machine() -> Json:
+    """Where a figure was measured."""
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": gpus(),
+        "python": platform.python_version(),
+        "load_average_1min": round(os.getloadavg()[0], 2),
+    }
 
 
 def commit() -> str:

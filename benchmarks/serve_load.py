@@ -194,8 +194,8 @@ def summary(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Start what is to be started, warm up, run."""
+def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Start what is to be started, warm up, run; the result of benchmark `name`."""
     serving: AbstractContextManager[Server | None] = Server(*shlex.split(args.serve)) if args.serve else nullcontext()
     with serving as server:
         base = f"http://127.0.0.1:{server.port}/v1" if server else args.url.rstrip("/")
@@ -205,19 +205,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         before = server.cpu() if server else {}
         figures = run(plan, base, timeout_s=args.timeout, processes=args.client_processes)
         after = server.cpu() if server else {}
-    tokens = max(1, figures["tokens"]["events_with_text"])
+    tokens = max(1, figures["tokens"]["output"])
     if server:
         spent = {name: round((after[name] - before[name]) / tokens * 1e6, 2) for name in after}
         figures["server_cpu_us_per_token"] = {**spent, "sum": round(sum(spent.values()), 2)}
-    return schema.result("serve_load", {**msgspec.to_builtins(plan), "serve": args.serve}, figures)
+    return schema.result(name, {**msgspec.to_builtins(plan), "serve": args.serve}, figures)
 
 
-def main() -> None:
+def main(name: str = "serve_load") -> None:
     """Measure, print, write; exit status 1 if a request failed."""
     args = parser().parse_args()
     if bool(args.url) == bool(args.serve):
         raise SystemExit("either --url or --serve")
-    content = measure(args)
+    content = measure(args, name)
     figures = content["figures"]
     print(json.dumps(figures, indent=1) if os.isatty(1) and not args.out else summary(figures), flush=True)
     if args.out:

@@ -49,13 +49,14 @@ def write_result(path: str, result: dict[str, Any]) -> None:
 class Server:
     """`inferserve serve` on a free port, as a context manager. Everything it logs goes to `log_path`."""
 
-    def __init__(self, *flags: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, *flags: str, timeout_s: float = 60.0, log: Path | None = None) -> None:
         self._flags = flags
         self._timeout_s = timeout_s
+        self._log = log
 
     def __enter__(self) -> Server:
         self._folder = tempfile.TemporaryDirectory(prefix="inferserve-bench-")
-        self.log_path = Path(self._folder.name) / "log"
+        self.log_path = self._log or Path(self._folder.name) / "log"
         command = [sys.executable, "-m", "inferserve", "serve", "--port", "0", *self._flags]
         environment = {**os.environ, RUN_DIR: str(Path(self._folder.name) / "run")}
         with self.log_path.open("wb") as log:
@@ -63,6 +64,7 @@ class Server:
         began = time.monotonic()
         while self._state() != "serving":
             if self._process.poll() is not None or time.monotonic() - began > self._timeout_s:
+                self._process.kill()  # its children die with it
                 raise RuntimeError(f"the server did not start:\n{self.log_path.read_text()}")
             time.sleep(0.02)
         self.start_seconds = time.monotonic() - began
@@ -81,10 +83,18 @@ class Server:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.send_signal(signal.SIGINT)
-        self._process.wait(20)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
         if value is not None:
             print(self.log_path.read_text()[-4000:], file=sys.stderr)
         self._folder.cleanup()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
 
     @property
     def port(self) -> int:
