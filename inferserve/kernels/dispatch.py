@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inferserve.kernels import activation, kv_write, norm, rotary, sampling_filter, step_inputs
+from inferserve.kernels import (
+    activation,
+    argmax,
+    kv_write,
+    logprobs,
+    norm,
+    penalties,
+    rotary,
+    sampling_filter,
+    step_inputs,
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,11 @@ class Kernels:
     apply_rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    filter_sample: Callable[[Tensor, sampling_filter.FilterParams, Tensor], Tensor]
+    argmax: Callable[[Tensor], tuple[Tensor, Tensor]]
+    filter_sample: Callable[[Tensor, sampling_filter.FilterParams, Tensor], None]
+    penalise: Callable[[Tensor, penalties.PenaltyParams, Tensor], None]
+    append_tokens: Callable[[Tensor, penalties.PenaltyParams, Tensor], None]
+    logprobs: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     step_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -30,7 +44,11 @@ TRITON = Kernels(
     apply_rotary=rotary.apply_rotary,
     silu_mul=activation.silu_mul,
     kv_write=kv_write.kv_write,
+    argmax=argmax.argmax,
     filter_sample=sampling_filter.filter_sample,
+    penalise=penalties.penalise,
+    append_tokens=penalties.append_tokens,
+    logprobs=logprobs.logprobs,
     step_inputs=step_inputs.step_inputs,
 )
 
@@ -40,7 +58,11 @@ TORCH = Kernels(
     apply_rotary=rotary.apply_rotary_ref,
     silu_mul=activation.silu_mul_ref,
     kv_write=kv_write.kv_write_ref,
+    argmax=argmax.argmax_ref,
     filter_sample=sampling_filter.filter_sample_ref,
+    penalise=penalties.penalise_ref,
+    append_tokens=penalties.append_tokens_ref,
+    logprobs=logprobs.logprobs_ref,
     step_inputs=step_inputs.step_inputs_ref,
 )
 

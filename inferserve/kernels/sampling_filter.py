@@ -14,11 +14,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from inferserve.kernels.launch_config import FILTER
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.integer]
 
 _FIRST_CANDIDATES = 256
 _LOWER_BITS = 15
@@ -27,23 +32,36 @@ _BINS = 1 << (31 - _LOWER_BITS)
 
 @dataclass(frozen=True)
 class FilterParams:
-    """One entry a row, all [S] on the device of the logits.
+    """What to draw, one column a row.
 
     Attributes:
-        temperature: float32, > 0.
-        top_p: float32 in (0, 1]; 1 = off.
-        min_p: float32 in [0, 1]; 0 = off.
-        top_k: int32 >= 1; vocabulary size or more = off.
+        table: int32 [7, P] on the device of the logits, as `columns` makes it: the bits of float32 temperature > 0,
+            top_p in (0, 1] (1 = off), min_p in [0, 1] (0 = off) and uniform number in [0, 1); top_k >= 1 (vocabulary
+            size or more = off); which row of the logits, and which entry of the result.
         filtered: host's knowledge that some row has one of the three on; only the twin looks at it, and at
-        max_top_k: host's largest active top_k, 0 if none.
+        max_top_k: host's largest active top_k, 0 if none, and
+        whole: that the rows are those of the logits, all in order.
     """
 
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    top_k: torch.Tensor
+    table: torch.Tensor
     filtered: bool
     max_top_k: int
+    whole: bool
+
+    @staticmethod
+    def columns(
+        temperature: Floats, top_p: Floats, min_p: Floats, uniform: Floats, top_k: Ints, source: Ints, target: Ints
+    ) -> Ints:
+        """The table on the host, from [P] each; the first four float32."""
+        table = np.empty((7, len(top_k)), np.int32)
+        for row, floats in enumerate((temperature, top_p, min_p, uniform)):
+            table[row] = floats.view(np.int32)
+        table[4], table[5], table[6] = top_k, source, target
+        return table
+
+    def floats(self, row: int) -> torch.Tensor:
+        """One of the first four, float32 [P]."""
+        return self.table[row].view(torch.float32)
 
 
 @triton.jit
@@ -138,26 +156,24 @@ def _draw(
     return tl.where(chosen < 0, last, chosen)
 
 
-# Parameters are rows of one upload, aligned to a float.
-@triton.jit(do_not_specialize_on_alignment=["temperature", "top_p", "min_p", "top_k", "uniform"])
+@triton.jit(do_not_specialize=["rows"])
 def _filter_sample_kernel(
     logits: tl.tensor,
-    temperature: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    top_k: tl.tensor,
-    uniform: tl.tensor,
+    table: tl.tensor,
     out: tl.tensor,
+    rows: tl.tensor,
     stride: tl.tensor,
     n: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0)
-    logits += row.to(tl.int64) * stride
-    inverse = 1.0 / tl.load(temperature + row)
-    k = tl.load(top_k + row)
-    p = tl.load(top_p + row)
-    m = tl.load(min_p + row)
+    table += tl.program_id(0)
+    inverse = 1.0 / tl.load(table).to(tl.float32, bitcast=True)
+    p = tl.load(table + rows).to(tl.float32, bitcast=True)
+    m = tl.load(table + 2 * rows).to(tl.float32, bitcast=True)
+    uniform = tl.load(table + 3 * rows).to(tl.float32, bitcast=True)
+    k = tl.load(table + 4 * rows)
+    logits += tl.load(table + 5 * rows).to(tl.int64) * stride
+    out += tl.load(table + 6 * rows)
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
     for offset in range(0, n, BLOCK):
         col = offset + tl.arange(0, BLOCK)
@@ -173,38 +189,30 @@ def _filter_sample_kernel(
         limit = tl.minimum(limit, bits.to(tl.float32, bitcast=True))
     if m > 0.0:
         limit = tl.minimum(limit, -tl.log(m))
-    target = tl.load(uniform + row) * _mass(logits, n, inverse, peak, limit, BLOCK)
-    tl.store(out + row, _draw(logits, n, inverse, peak, limit, target, BLOCK).to(tl.int64))
+    target = uniform * _mass(logits, n, inverse, peak, limit, BLOCK)
+    tl.store(out, _draw(logits, n, inverse, peak, limit, target, BLOCK).to(tl.int64))
 
 
-def filter_sample(logits: torch.Tensor, params: FilterParams, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row.
+def filter_sample(logits: torch.Tensor, params: FilterParams, out: torch.Tensor) -> None:
+    """Draw one token for each column of `params`.
 
     Args:
         logits: [S, V] float, last dimension contiguous; -inf marks impossible tokens. A row that holds NaN or +inf or
             only -inf gives a meaningless token in [0, V).
-        params: see `FilterParams`.
-        uniform: float32 [S] in [0, 1).
-
-    Returns: int64 [S].
+        out: int64, written at the columns' targets.
     """
-    rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    rows = params.table.shape[1]
     if rows:
         _filter_sample_kernel[(rows,)](
             logits,
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            params.top_k,
-            uniform,
+            params.table,
             out,
+            rows,
             logits.stride(0),
-            vocab,
+            logits.shape[1],
             BLOCK=FILTER.block,
             num_warps=FILTER.warps,
         )
-    return out
 
 
 def thresholds_ref(z: torch.Tensor, weight: torch.Tensor, params: FilterParams) -> torch.Tensor:
@@ -216,12 +224,12 @@ def thresholds_ref(z: torch.Tensor, weight: torch.Tensor, params: FilterParams) 
     Args:
         z: float32 [S, V], zero at the likeliest token. weight: exp(-z).
     """
-    vocab = z.shape[1]
+    vocab, top_p = z.shape[1], params.floats(1)
     limit = torch.full_like(z[:, :1], torch.inf)
-    nucleus = params.top_p < 1.0
+    nucleus = top_p < 1.0
     if not params.max_top_k and not bool(nucleus.any()):
         return limit
-    k = params.top_k.to(torch.int64)[:, None]
+    k = params.table[4].to(torch.int64)[:, None]
     limited = bool((k < vocab).all())
     width = min(vocab, params.max_top_k if limited else max(params.max_top_k, _FIRST_CANDIDATES))
     nearest = z.topk(width, dim=-1, largest=False, sorted=True).values
@@ -229,7 +237,7 @@ def thresholds_ref(z: torch.Tensor, weight: torch.Tensor, params: FilterParams) 
     if not bool(nucleus.any()):
         return by_k
     kept = torch.where(z <= by_k, weight, 0.0) if params.max_top_k else weight
-    wanted = params.top_p[:, None] * kept.cumsum(-1)[:, -1:]
+    wanted = top_p[:, None] * kept.cumsum(-1)[:, -1:]
     limit, found = _nucleus_ref(nearest, by_k, wanted)
     for row in torch.nonzero(nucleus & ~found[:, 0]).flatten().tolist():
         limit[row] = _wide_nucleus_ref(z[row], kept[row], wanted[row])
@@ -256,16 +264,18 @@ def _wide_nucleus_ref(z: torch.Tensor, kept: torch.Tensor, wanted: torch.Tensor)
     return members[inside.clamp_max(len(members) - 1)] if len(members) else torch.full_like(wanted, torch.inf)
 
 
-def filter_sample_ref(logits: torch.Tensor, params: FilterParams, uniform: torch.Tensor) -> torch.Tensor:
+def filter_sample_ref(logits: torch.Tensor, params: FilterParams, out: torch.Tensor) -> None:
     """Torch twin of `filter_sample`. Fast on the CPU; it waits for the device elsewhere."""
-    raw = logits.float()
-    z = (raw.amax(-1, keepdim=True) - raw) * params.temperature.reciprocal()[:, None]
+    temperature, min_p, uniform = params.floats(0), params.floats(2), params.floats(3)
+    raw = (logits if params.whole else logits.index_select(0, params.table[5])).float()
+    z = (raw.amax(-1, keepdim=True) - raw) * temperature.reciprocal()[:, None]
     weight = torch.exp(-z)
     if params.filtered:
-        limit = torch.minimum(-torch.log(params.min_p)[:, None], thresholds_ref(z, weight, params))
+        limit = torch.minimum(-torch.log(min_p)[:, None], thresholds_ref(z, weight, params))
         weight = torch.where(z <= limit, weight, 0.0)
     # Running sums of one row use no number of another, unlike sums whose split over threads depends on the shape.
     running = weight.cumsum_(-1)
     total = running[:, -1:]
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(running, target, right=True)[:, 0].clamp_max_(logits.shape[1] - 1)
+    chosen = torch.searchsorted(running, target, right=True)[:, 0].clamp_max_(logits.shape[1] - 1)
+    out.index_copy_(0, params.table[6].to(torch.int64), chosen)

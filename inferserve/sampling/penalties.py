@@ -1,11 +1,8 @@
-"""Repetition, presence and frequency penalties, from a token history kept on the device.
+"""Histories of the rows that have penalties, kept on the device; `kernels.penalties` says what becomes of them.
 
 A row's history is the distinct tokens of its prompt (if it has a repetition penalty) and then every output token. It
-grows on the device as tokens are sampled, so a step can be launched before the host has seen the last one. Costs are
-proportional to what was said, not to the vocabulary, and rows without penalties have no history.
-
-    repetition: l / r if l > 0 else l * r, for tokens of prompt or output (CTRL, arXiv 1909.05858, section 4.1)
-    presence, frequency: l - presence * [count > 0] - frequency * count, over output tokens (OpenAI API reference)
+grows on the device as tokens are sampled, so a step can be launched before the host has seen the last one. Rows
+without penalties have no history.
 """
 
 from __future__ import annotations
@@ -14,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from inferserve.kernels.dispatch import kernels_for
+from inferserve.kernels.penalties import PenaltyParams
 from inferserve.protocol.sampling import SamplingParams
 from inferserve.sampling.upload import upload
 
@@ -44,6 +43,7 @@ class Penalties:
         self._most = (max_rows, max_len)
         self._vocab_size = vocab_size
         self._device = device
+        self._kernels = kernels_for(device)
         self._history = torch.zeros((_FIRST_ROWS, _FIRST_COLUMNS), dtype=torch.int64, device=device)
         self._slots = np.zeros(_FIRST_ROWS, _SLOT)
         self._slot_of: dict[int, int] = {}
@@ -75,46 +75,28 @@ class Penalties:
         if slot is not None:
             self._free.append(slot)
 
-    def apply(self, work: torch.Tensor, where: Longs, rows: Ints) -> None:
-        """Penalise in place.
+    def apply(self, work: torch.Tensor, where: Longs, sampled: Longs, rows: Ints) -> PenaltyParams:
+        """Penalise in place; returns what `append` needs.
 
         Args:
             work: float32 [P, width], contiguous, width > vocab_size: entry vocab_size of each row is spare.
-            where: int64 [N], indexes into P. rows: int32 [N], their rows, each with a history.
+            where: int64 [N], indexes into P. sampled: int64 [N], indexes into the step's results.
+            rows: int32 [N], their rows, each with a history and no two alike.
         """
-        slots = self._find(rows)
+        slots = np.fromiter(map(self._slot_of.__getitem__, rows.tolist()), np.int64, len(rows))
         state = self._slots[slots]
         longest = int(state["total"].max())
-        if not longest:
-            return
-        numbers = upload(np.stack((where * work.shape[1], slots, state["prompt"], state["total"])), self._device)
-        base, slot, prompt, total = numbers[:, :, None]
-        strength = upload(np.stack((state["repetition"], state["presence"], state["frequency"])), self._device)
-        repetition, presence, frequency = strength[:, :, None]
-        column = torch.arange(longest, device=self._device)[None, :]
-        tokens = self._history[:, :longest].index_select(0, slot[:, 0])
-        flat = work.view(-1)
-        if (state["repetition"] != 1.0).any():
-            index = base + torch.where(column < total, tokens, self._vocab_size)
-            old = flat[index]
-            # Repeated tokens write the same value twice.
-            flat[index] = torch.where(old > 0, old / repetition, old * repetition)
-        if (state["presence"] != 0.0).any() or (state["frequency"] != 0.0).any():
-            said = (column >= prompt) & (column < total)
-            index = base + torch.where(said, tokens, self._vocab_size)
-            flat[index] = flat[index] - presence
-            flat.index_add_(0, index.flatten(), (-frequency).expand_as(index).flatten())
-
-    def append(self, rows: Ints, token_ids: torch.Tensor) -> None:
-        """Add each row's newest token, int64 [N] on the device."""
-        slots = self._find(rows)
-        self._reserve(int(self._slots["total"][slots].max()) + 1)
-        place = upload(np.stack((slots, self._slots["total"][slots])), self._device)
-        self._history[place[0], place[1]] = token_ids
+        self._reserve(longest + 1)
+        strengths = (state[name] for name in ("repetition", "presence", "frequency"))
+        table = PenaltyParams.columns(where, sampled, slots, state["prompt"], state["total"], *strengths)
+        params = PenaltyParams(upload(table, self._device), longest)
+        self._kernels.penalise(work, params, self._history)
         self._slots["total"][slots] += 1
+        return params
 
-    def _find(self, rows: Ints) -> Longs:
-        return np.array([self._slot_of[row] for row in rows.tolist()], np.int64)
+    def append(self, params: PenaltyParams, token_ids: torch.Tensor) -> None:
+        """Add the newest token of the rows that `apply` has seen; int64 [S] on the device."""
+        self._kernels.append_tokens(self._history, params, token_ids)
 
     def _reserve(self, columns: int) -> None:
         if columns > self._history.shape[1]:

@@ -1,8 +1,10 @@
 """`Sampler`: logits of a step's rows to their next tokens. Knows rows and params, no sequences, texts or stop rules.
 
 Order for one row: logprobs are of the raw logits; then logit bias, penalties and the `min_tokens` mask (-inf, which
-penalties leave as it is, so it is added together with the bias); then argmax for greedy rows, or temperature, top-k, top-p, min-p and the draw. A plain greedy row takes part in one argmax and
-nothing else, whatever its neighbours ask for. Nothing here waits for the device.
+penalties leave as it is, so it is added together with the bias); then argmax for greedy rows, or temperature, top-k,
+top-p, min-p and the draw. A plain greedy row takes part in one argmax and nothing else, whatever its neighbours ask
+for; a row without bias, penalties or mask is drawn from the logits where they lie. Nothing here waits for the device,
+and what a step needs there goes over in few copies: launches and copies are what sampling costs the host.
 """
 
 from __future__ import annotations
@@ -19,16 +21,13 @@ from torch import Tensor
 from inferserve.kernels.dispatch import kernels_for
 from inferserve.kernels.sampling_filter import FilterParams
 from inferserve.protocol.sampling import SamplingParams
-from inferserve.sampling.greedy import argmax_rows
 from inferserve.sampling.penalties import Penalties, has_penalties
 from inferserve.sampling.token_edits import TokenEdits
 from inferserve.sampling.uniform import uniform
 from inferserve.sampling.upload import upload
 
 Ints = NDArray[np.int32]
-
-LOWEST_LOGPROB = -9999.0
-"""Stands for the logprob of an impossible token: -inf has no JSON form."""
+Indexes = NDArray[np.intp]
 
 _ALIGN = 16
 """Rows of the working copy are padded to a multiple of this many floats, one of them spare (see `Penalties`)."""
@@ -102,7 +101,7 @@ class Sampler:
         self._rows = np.full(max_rows, _CLOSED)
         self._edits = TokenEdits(vocab_size, eos_ids)
         self._penalties = Penalties(max_rows, max_len, vocab_size, device)
-        self._filter_sample = kernels_for(device).filter_sample
+        self._kernels = kernels_for(device)
 
     @torch.inference_mode()
     def open_row(self, row: int, params: SamplingParams, prompt: Ints, output: Ints) -> None:
@@ -145,87 +144,80 @@ class Sampler:
         state = self._rows[rows]
         masked = out_position < state["min_tokens"]
         edited = state["biased"] | state["penalised"] | masked
-        special = np.flatnonzero(edited | state["drawn"])
-        everyone = len(special) == len(rows) > 0
-        token_ids, peak = (None, logits.amax(-1)) if everyone else argmax_rows(logits)
-        if len(special):
-            work = self._edit(logits, special, rows, state, masked) if edited.any() else take(logits, special)
-            chosen = self._choose(work, state[special], out_position[special])
-            token_ids = chosen if token_ids is None else token_ids.index_copy_(0, self._upload(special), chosen)
-        assert token_ids is not None
-        penalised = np.flatnonzero(state["penalised"])
-        if len(penalised):
-            self._penalties.append(rows[penalised], take(token_ids, penalised))
+        token_ids, failed = self._kernels.argmax(logits)
+        which = np.flatnonzero(edited)
+        if len(which):
+            work = self._copy(logits, which)
+            self._edits.apply(work, pairs(state["biased"][which], rows[which]), pairs(masked[which], rows[which]))
+            self._choose(work, which, rows, state, out_position, token_ids)
+        plain = np.flatnonzero(state["drawn"] & ~edited)
+        if len(plain):
+            self._draw(logits, plain, plain, state, out_position, token_ids)
         logprobs, tops = self._logprobs(logits, token_ids, state["logprobs"])
-        return Sampled(token_ids, logprobs, torch.isfinite(peak).logical_not_(), tops)
+        return Sampled(token_ids, logprobs, failed, tops)
 
-    def _edit(
-        self, logits: Tensor, special: NDArray[np.intp], rows: Ints, state: NDArray[Any], masked: NDArray[np.bool_]
-    ) -> Tensor:
-        """Float32 [P, vocab]: copies of the special rows with bias, penalties and mask applied."""
+    def _copy(self, logits: Tensor, which: Indexes) -> Tensor:
+        """Float32 [E, width], the rows `which` to be changed; entries past the vocabulary are zero."""
         width = (self._vocab_size + _ALIGN) // _ALIGN * _ALIGN
-        work = torch.empty((len(special), width), dtype=torch.float32, device=logits.device)
-        work[:, : self._vocab_size].copy_(take(logits, special))
-        work[:, self._vocab_size :].zero_()
-        which, flags = rows[special], state[special]
-        self._edits.apply(work, pairs(flags["biased"], which), pairs(masked[special], which))
-        penalised = np.flatnonzero(flags["penalised"])
-        if len(penalised):
-            self._penalties.apply(work, penalised, which[penalised])
-        return work[:, : self._vocab_size]
-
-    def _choose(self, work: Tensor, state: NDArray[Any], out_position: Ints) -> Tensor:
-        """int64 [P]: argmax of greedy rows, a draw for the others."""
-        drawn = np.flatnonzero(state["drawn"])
-        if not len(drawn):
-            return argmax_rows(work)[0]
-        if len(drawn) == len(state):
-            return self._draw(work, state, out_position)
-        token_ids = argmax_rows(work)[0]
-        chosen = self._draw(take(work, drawn), state[drawn], out_position[drawn])
-        return token_ids.index_copy_(0, self._upload(drawn), chosen)
-
-    def _draw(self, work: Tensor, state: NDArray[Any], out_position: Ints) -> Tensor:
-        top_k = state["top_k"]
-        by_k = top_k < self._vocab_size
-        # One upload for all: the integers travel as the bits of floats.
-        columns = (state["temperature"], state["top_p"], state["min_p"], uniform(state["seed"], out_position))
-        numbers = self._upload(np.stack((*columns, top_k.copy().view(np.float32))))
-        params = FilterParams(
-            temperature=numbers[0],
-            top_p=numbers[1],
-            min_p=numbers[2],
-            top_k=numbers[4].view(torch.int32),
-            filtered=bool((by_k | (state["top_p"] < 1.0) | (state["min_p"] > 0.0)).any()),
-            max_top_k=int(top_k[by_k].max(initial=0)),
+        work = torch.empty((len(which), width), dtype=torch.float32, device=logits.device)
+        work[:, : self._vocab_size].copy_(
+            logits if len(which) == logits.shape[0] else logits.index_select(0, self._upload(which))
         )
-        return self._filter_sample(work, params, numbers[3])
+        work[:, self._vocab_size :].zero_()
+        return work
+
+    def _choose(
+        self, work: Tensor, which: Indexes, rows: Ints, state: NDArray[Any], out_position: Ints, out: Tensor
+    ) -> None:
+        """Penalise copies of the rows `which` and write their tokens to `out`, int64 [S]."""
+        penalised = np.flatnonzero(state["penalised"][which])
+        history = None
+        if len(penalised):
+            history = self._penalties.apply(work, penalised, which[penalised], rows[which[penalised]])
+        logits = work[:, : self._vocab_size]
+        drawn = np.flatnonzero(state["drawn"][which])
+        if len(drawn) < len(which):
+            out.index_copy_(0, self._upload(which), self._kernels.argmax(logits)[0])
+        if len(drawn):
+            self._draw(logits, drawn, which[drawn], state, out_position, out)
+        if history is not None:
+            self._penalties.append(history, out)
+
+    def _draw(
+        self, logits: Tensor, source: Indexes, target: Indexes, state: NDArray[Any], out_position: Ints, out: Tensor
+    ) -> None:
+        """Rows `source` of the logits to entries `target` of `out`, int64 [S]."""
+        own = state[target]
+        top_k = own["top_k"]
+        by_k = top_k < self._vocab_size
+        draws = uniform(own["seed"], out_position[target])
+        table = FilterParams.columns(own["temperature"], own["top_p"], own["min_p"], draws, top_k, source, target)
+        params = FilterParams(
+            table=self._upload(table),
+            filtered=bool((by_k | (own["top_p"] < 1.0) | (own["min_p"] > 0.0)).any()),
+            max_top_k=int(top_k[by_k].max(initial=0)),
+            whole=len(source) == logits.shape[0],
+        )
+        self._kernels.filter_sample(logits, params, out)
 
     def _logprobs(self, logits: Tensor, token_ids: Tensor, wanted: Ints) -> tuple[Tensor, Tops | None]:
         logprobs = torch.full(token_ids.shape, torch.nan, dtype=torch.float32, device=logits.device)
         askers = np.flatnonzero(wanted >= 0)
         if not len(askers):
             return logprobs, None
-        index = self._upload(askers)
-        raw = logits.index_select(0, index).float()
-        norm = raw.logsumexp(-1, keepdim=True)
-        chosen = raw.gather(1, token_ids.index_select(0, index)[:, None]) - norm
-        logprobs.index_copy_(0, index, chosen[:, 0].clamp_(min=LOWEST_LOGPROB))
         counts = wanted[askers]
-        listed = np.flatnonzero(counts > 0)
-        if not len(listed):
+        most = int(counts.max())
+        ids, values = self._kernels.logprobs(logits, self._upload(askers), token_ids, logprobs, most)
+        if not most:
             return logprobs, None
-        values, ids = take(raw, listed).topk(int(counts.max()), dim=-1)
-        values = (values - take(norm, listed)).clamp_(min=LOWEST_LOGPROB)
+        listed = np.flatnonzero(counts > 0)
+        if len(listed) < len(askers):
+            index = self._upload(listed)
+            ids, values = ids.index_select(0, index), values.index_select(0, index)
         return logprobs, Tops(tuple(askers[listed].tolist()), tuple(counts[listed].tolist()), ids, values)
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         return upload(array, self._device)
-
-
-def take(x: Tensor, index: NDArray[np.intp]) -> Tensor:
-    """Rows `index` of x (ascending, distinct); x itself when they are all of them."""
-    return x if len(index) == x.shape[0] else x.index_select(0, upload(index, x.device))
 
 
 def pairs(flags: NDArray[np.bool_], rows: Ints) -> list[tuple[int, int]]:

@@ -14,7 +14,15 @@ def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
     On CUDA it goes through pinned memory in stream order (torch keeps the pinned block until the copy is done).
     """
-    tensor = torch.from_numpy(np.array(array, order="C"))
     if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+        return torch.from_numpy(np.array(array, order="C"))
+    pinned = torch.empty(array.shape, dtype=_DTYPES[array.dtype], pin_memory=True)
+    pinned.numpy()[...] = array
+    return pinned.to(device, non_blocking=True)
+
+
+_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+}

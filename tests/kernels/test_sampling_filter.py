@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,18 +16,24 @@ from tests.kernels.compare import DTYPES, random
 VOCAB = 2500
 
 
-def params_of(device: torch.device, *rows: tuple[float, int, float, float], vocab: int = VOCAB) -> FilterParams:
-    """From (temperature, top_k, top_p, min_p) rows."""
-    temperature, top_k, top_p, min_p = (torch.tensor(column, device=device) for column in zip(*rows, strict=True))
-    active = top_k < vocab
+def params_of(u: torch.Tensor, *rows: tuple[float, int, float, float], vocab: int = VOCAB) -> FilterParams:
+    """From (temperature, top_k, top_p, min_p) rows and their uniform numbers, for the rows of the logits in order."""
+    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
+    active, each = top_k < vocab, np.arange(len(rows))
+    floats = (column.astype(np.float32) for column in (temperature, top_p, min_p, u.cpu().numpy()))
     return FilterParams(
-        temperature.float(),
-        top_p.float(),
-        min_p.float(),
-        top_k.int(),
+        torch.from_numpy(FilterParams.columns(*floats, top_k, each, each)).to(u.device),
         filtered=bool((active | (top_p < 1) | (min_p > 0)).any()),
-        max_top_k=int(top_k[active].max()) if active.any() else 0,
+        max_top_k=int(top_k[active].max(initial=0)),
+        whole=True,
     )
+
+
+def drawn(op: Callable[..., None], logits: torch.Tensor, params: FilterParams) -> torch.Tensor:
+    """Tokens, written over something impossible."""
+    out = torch.full((logits.shape[0],), -7, dtype=torch.int64, device=logits.device)
+    op(logits, params, out)
+    return out
 
 
 ROWS = [
@@ -49,12 +58,12 @@ def near_a_boundary(logits: torch.Tensor, temperature: float, tokens: tuple[int,
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_draws_the_twins_token(dtype: torch.dtype, device: torch.device) -> None:
-    params = params_of(device, *ROWS)
     different = 0
     for trial in range(3):
         logits = 3 * random(len(ROWS), VOCAB + 8, dtype=dtype, device=device, seed=trial)[:, :VOCAB]
         u = torch.rand(len(ROWS), generator=torch.Generator().manual_seed(trial)).to(device)
-        out, ref = filter_sample(logits, params, u), filter_sample_ref(logits, params, u)
+        params = params_of(u, *ROWS)
+        out, ref = drawn(filter_sample, logits, params), drawn(filter_sample_ref, logits, params)
         for row in (out != ref).nonzero().flatten().tolist():
             different += 1
             assert near_a_boundary(logits[row], ROWS[row][0], (int(out[row]), int(ref[row])))
@@ -77,10 +86,9 @@ def test_extreme_numbers(device: torch.device) -> None:
         (1.0, 700, 1.0, 0.0),
         (1.0, 1, 1.0, 0.0),
     ]
-    params = params_of(device, *rows, vocab=700)
     for u in (0.0, 0.5, 1 - 2.0**-24):
-        out = filter_sample(logits, params, torch.full((6,), u, device=device))
-        ref = filter_sample_ref(logits, params, torch.full((6,), u, device=device))
+        params = params_of(torch.full((6,), u, device=device), *rows, vocab=700)
+        out, ref = drawn(filter_sample, logits, params), drawn(filter_sample_ref, logits, params)
         assert ((out >= 0) & (out < 700)).all()
         assert ((ref >= 0) & (ref < 700)).all()
         known = [0, 1, 2, 4, 5]
@@ -92,12 +100,27 @@ def test_a_rows_token_does_not_depend_on_its_neighbours(device: torch.device) ->
     logits = 2 * random(len(ROWS), VOCAB, dtype=torch.float32, device=device)
     u = torch.linspace(0.05, 0.95, len(ROWS), device=device)
     for op in (filter_sample, filter_sample_ref):
-        together = op(logits, params_of(device, *ROWS), u)
+        together = drawn(op, logits, params_of(u, *ROWS))
         for r, row in enumerate(ROWS):
-            assert op(logits[r : r + 1], params_of(device, row), u[r : r + 1]).tolist() == [int(together[r])]
+            assert drawn(op, logits[r : r + 1], params_of(u[r : r + 1], row)).tolist() == [int(together[r])]
 
 
-def test_no_rows(device: torch.device) -> None:
-    empty = torch.empty(0, device=device)
-    params = FilterParams(empty, empty, empty, empty.int(), filtered=False, max_top_k=0)
-    assert filter_sample(torch.empty(0, VOCAB, device=device), params, empty).shape == (0,)
+@pytest.mark.parametrize("op", [filter_sample, filter_sample_ref])
+def test_any_rows_to_any_places(op: Callable[..., None], device: torch.device) -> None:
+    logits = 3 * random(len(ROWS), VOCAB, dtype=torch.float32, device=device)
+    u = torch.linspace(0.05, 0.95, len(ROWS), device=device)
+    params = params_of(u, *ROWS)
+    expected = drawn(op, logits, params)
+    some = torch.tensor([7, 2, 5], device=device)
+    table = params.table[:, some].clone()
+    table[6] = torch.tensor([1, 8, 0], dtype=torch.int32)
+    out = torch.full((9,), -7, dtype=torch.int64, device=device)
+    op(logits, dataclasses.replace(params, table=table, whole=False), out)
+    assert out.tolist() == [int(expected[5]), int(expected[7]), *[-7] * 6, int(expected[2])]
+
+
+@pytest.mark.parametrize("op", [filter_sample, filter_sample_ref])
+def test_no_rows(op: Callable[..., None], device: torch.device) -> None:
+    table = torch.empty(7, 0, dtype=torch.int32, device=device)
+    params = FilterParams(table, filtered=False, max_top_k=0, whole=True)
+    assert drawn(op, torch.empty(0, VOCAB, device=device), params).shape == (0,)

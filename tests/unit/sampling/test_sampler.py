@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from inferserve.kernels.logprobs import LOWEST_LOGPROB
 from inferserve.protocol.sampling import SamplingParams
-from inferserve.sampling.sampler import LOWEST_LOGPROB, Sampler
+from inferserve.sampling.sampler import Sampler
 from inferserve.sampling.uniform import uniform
 
 VOCAB, EOS, LONGEST = 211, (3, 5), 1000
