@@ -12,6 +12,7 @@ from pathlib import Path
 CACHE = "INFERSERVE_CACHE"
 DEMO_WHEEL = "INFERSERVE_DEMO_WHEEL"
 RUN_DIR = "INFERSERVE_RUN_DIR"
+_LOOPBACK = "lo"
 _SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")
 
 
@@ -53,6 +54,8 @@ def child_environment(*, one_thread: bool) -> dict[str, str]:
     Args:
         one_thread: keep numerical libraries from starting one thread a core, for processes that do no linear algebra.
 
+    Sockets of gloo and NCCL, which engine ranks exchange tensors through, are pinned to loopback: nothing protects them.
+
     Where there are threads, they sleep at barriers instead of spinning, unless the user has chosen. A thread that spins
     takes the core from the thread it waits for whenever another process wants one: on 2 cores with others competing,
     SmolLM2 decoded 5 times slower with libgomp's default.
@@ -62,7 +65,14 @@ def child_environment(*, one_thread: bool) -> dict[str, str]:
         child.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     else:
         child.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        child.update(GLOO_SOCKET_IFNAME=_LOOPBACK, NCCL_SOCKET_IFNAME=f"={_LOOPBACK}")
     return child
+
+
+def environment_with_path(folder: Path) -> dict[str, str]:
+    """Ours, for a program whose modules are below `folder`."""
+    before = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{before}" if before else str(folder)}
 
 
 def report() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The `inferserve` command: serve, check, env. Imports only what a wrong flag needs to be named."""
+"""The `inferserve` command: serve, check, env, bench. Imports only what a wrong flag needs to be named."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ inferserve: serve large language models over HTTP
   inferserve serve [flags]     run the server (no flags: the demo model on http://127.0.0.1:8000)
   inferserve check [flags]     resolve the same flags, print the configuration; exit 0 if it would start, 2 if not
   inferserve env               print what a bug report needs
+  inferserve bench [NAME]      run a benchmark of the repository; without NAME: list them
 
 `inferserve serve --help` lists the flags."""
 
@@ -23,7 +24,7 @@ inferserve: serve large language models over HTTP
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status (0 fine, 2 configuration, 70 a process died)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands: dict[str, Callable[[list[str]], int]] = {"serve": _serve, "check": _check, "env": _env}
+    commands: dict[str, Callable[[list[str]], int]] = {"serve": _serve, "check": _check, "env": _env, "bench": _bench}
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE)
         return 0
@@ -71,3 +72,9 @@ def _env(arguments: list[str]) -> int:
 
     print(describe())
     return 0
+
+
+def _bench(arguments: list[str]) -> int:
+    from inferserve.launch.bench import bench
+
+    return bench(arguments)
