@@ -15,7 +15,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -25,23 +24,7 @@ from typing import Any
 
 Json = dict[str, Any]
 
-LLAMA_8B: Json = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
+_SHAPE = Path(__file__).parent / "shapes" / "llama-3.1-8b"
 
 
 class Server:
@@ -98,27 +81,6 @@ class Server:
         return self.process.wait(60)
 
 
-def random_llama(folder: Path, tokenizer_folder: Path) -> None:
-    """Write a bf16 checkpoint of the 8B shape with random weights and the demo model's tokenizer."""
-    import shutil
-
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**LLAMA_8B, dtype="bfloat16", eos_token_id=2, bos_token_id=1)
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(folder, max_shard_size="4GB")
-    torch.set_default_dtype(torch.float32)
-    del model
-    torch.cuda.empty_cache()
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        if (tokenizer_folder / name).exists():
-            shutil.copy(tokenizer_folder / name, folder / name)
-
-
 def exercise(server: Server, prompt: str, max_tokens: int) -> Json:
     """Greedy text alone, streamed, and in a crowd; one-stream and crowd rates over HTTP."""
     body: Json = {"prompt": prompt, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
@@ -164,7 +126,6 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", default="")
-    parser.add_argument("--tokenizer", default="", help="folder with the demo model's tokenizer")
     parser.add_argument("--skip-8b", action="store_true")
     parser.add_argument("--out", default="benchmarks/results/gpu_server.json")
     args = parser.parse_args()
@@ -181,10 +142,17 @@ def main() -> None:
         flags = ["--model-dir", args.gguf, "--data-type", "bfloat16", "--device", "cuda"]
         results["smollm2"] = measure(flags, "The capital of France is", 64)
     if not args.skip_8b:
-        with tempfile.TemporaryDirectory() as folder:
-            random_llama(Path(folder), Path(args.tokenizer))
-            flags = ["--model-dir", folder, "--device", "cuda", "--max-req-total-len", "8192"]
-            results["llama_8b_random"] = measure(flags, "The capital of France is", 128)
+        flags = [
+            "--model-dir",
+            str(_SHAPE),
+            "--load-format",
+            "dummy",
+            "--device",
+            "cuda",
+            "--max-req-total-len",
+            "8192",
+        ]
+        results["llama_8b_random"] = measure(flags, "The capital of France is", 128)
     Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
 
