@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from inferserve.kernels.rope_write import PackedHeads, Rotation
+
 Ints = NDArray[np.int32]
 
 
@@ -123,6 +125,13 @@ class AttentionBackend(Protocol):
             q: [T, q_heads, head_dim], rotary applied.
             k, v: [T, kv_heads, head_dim] (v's head_dim may differ).
         """
+        ...
+
+    def forward_packed(
+        self, spec: LayerSpec, plan: AttentionPlan, qkv: torch.Tensor, heads: PackedHeads, rotation: Rotation
+    ) -> torch.Tensor:
+        """The same from the fused projection, [T, (q_heads + 2 kv_heads) * head_dim]: heads are normalised and rotated
+        as `kernels.rope_write` says."""
         ...
 
 

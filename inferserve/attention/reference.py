@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from inferserve.attention.base import AttentionBatch, AttentionPlan, LayerSpec
 from inferserve.kernels.dispatch import kernels_for
+from inferserve.kernels.rope_write import PackedHeads, Rotation, rotated_heads_ref
 from inferserve.kv.pool import KvPool
 
 _FREE_PADDING = 256
@@ -191,6 +192,12 @@ class ReferenceAttention:
         for chunk in step.chunks:
             self._prefill(spec, chunk, q, k, v, out)
         return out
+
+    def forward_packed(
+        self, spec: LayerSpec, plan: AttentionPlan, qkv: Tensor, heads: PackedHeads, rotation: Rotation
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        return self.forward(spec, plan, *rotated_heads_ref(qkv, heads, rotation))
 
     def _decode(self, spec: LayerSpec, group: DecodeGroup, q: Tensor, kv_heads: int) -> Tensor:
         """q [G, q_heads, head_dim] → [G, q_heads, value_dim]. The heads that share a KV head act as its queries."""

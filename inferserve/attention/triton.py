@@ -10,6 +10,7 @@ from inferserve.attention.base import AttentionBatch, AttentionPlan, LayerSpec
 from inferserve.kernels.decode_attention import decode_attention
 from inferserve.kernels.kv_write import kv_write
 from inferserve.kernels.prefill_attention import prefill_attention
+from inferserve.kernels.rope_write import PackedHeads, Rotation, rope_write
 from inferserve.kv.pool import KvPool
 
 
@@ -48,10 +49,24 @@ class TritonAttention:
     def forward(self, spec: LayerSpec, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
         assert isinstance(plan, TritonPlan)
+        pool, layer = self.pool, spec.layer
+        kv_write(k, v, pool.k[layer], pool.v[layer], plan.batch.kv_index, pool.k_scale[layer], pool.v_scale[layer])
+        return self._attend(spec, plan, q)
+
+    def forward_packed(
+        self, spec: LayerSpec, plan: AttentionPlan, qkv: Tensor, heads: PackedHeads, rotation: Rotation
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        assert isinstance(plan, TritonPlan)
+        pool, layer, index = self.pool, spec.layer, plan.batch.kv_index
+        scales = pool.k_scale[layer], pool.v_scale[layer]
+        return self._attend(spec, plan, rope_write(qkv, heads, rotation, pool.k[layer], pool.v[layer], index, *scales))
+
+    def _attend(self, spec: LayerSpec, plan: TritonPlan, q: Tensor) -> Tensor:
+        """Over the pool, which holds this step's K and V already."""
         batch, n = plan.batch, plan.batch.num_decode
         pool_k, pool_v = self.pool.k[spec.layer], self.pool.v[spec.layer]
-        kv_write(k, v, pool_k, pool_v, batch.kv_index)
-        out = empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
+        out = empty((q.shape[0], q.shape[1], pool_v.shape[2]), dtype=q.dtype, device=q.device)
         decode_attention(
             q[:n],
             pool_k,

@@ -1,6 +1,7 @@
-"""`Attention`: project to heads, normalise and rotate them, attend over the paged pool, project back.
+"""`Attention`: project to heads, attend over the paged pool, project back.
 
-The attending itself, and where K and V lie, is the `AttentionBackend`'s business.
+What becomes of the heads in between (norms, rotation, where K and V lie) is the `AttentionBackend`'s business, so that
+it can be one kernel.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import torch
 from torch import nn
 
 from inferserve.attention.base import LayerSpec
+from inferserve.kernels.rope_write import PackedHeads, Rotation
 from inferserve.layers.context import ForwardContext
 from inferserve.layers.linear import Linear
 from inferserve.layers.norm import RmsNorm
 from inferserve.layers.quant import Fp8Scheme
-from inferserve.layers.rotary import Rotation
+from inferserve.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,14 @@ class AttentionShape:
 
 
 class Attention(nn.Module):
-    """Self-attention of one layer."""
+    """Self-attention of one layer. Several ranks hold some heads each, and add up what those contribute."""
 
-    def __init__(self, shape: AttentionShape, spec: LayerSpec) -> None:
+    def __init__(self, shape: AttentionShape, spec: LayerSpec, ranks: Ranks = ALONE) -> None:
         super().__init__()
         q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.shape = shape
         self.spec = spec
+        self._ranks = ranks
         self.sizes = (q_size, kv_size, kv_size)
         self.qkv = Linear(shape.size, *self.sizes, bias=shape.qkv_bias, quant=shape.quant)
         self.out = Linear(q_size, shape.size, bias=shape.o_bias, quant=shape.quant)
@@ -57,13 +60,12 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """[T, size] → [T, size]."""
-        tokens, shape = x.shape[0], self.shape
-        q, k, v = self.qkv.forward(x).split(self.sizes, dim=-1)
-        q = q.view(tokens, shape.heads, shape.head_dim)
-        k = k.view(tokens, shape.kv_heads, shape.head_dim)
-        v = v.view(tokens, shape.kv_heads, shape.head_dim)
-        if shape.qk_norm_eps:
-            q, k = self.q_norm.forward(q, ctx), self.k_norm.forward(k, ctx)
-        q, k = ctx.kernels.apply_rotary(q, k, rotation.cos, rotation.sin)
-        attended = ctx.attention.forward(self.spec, ctx.plan, q, k, v)
-        return self.out.forward(attended.view(tokens, self.sizes[0]))
+        attended = ctx.attention.forward_packed(self.spec, ctx.plan, self.qkv.forward(x), self._heads(), rotation)
+        return self._ranks.sum(self.out.forward(attended.view(x.shape[0], self.sizes[0])))
+
+    def _heads(self) -> PackedHeads:
+        shape = self.shape
+        if not shape.qk_norm_eps:
+            return PackedHeads(shape.heads, shape.kv_heads, shape.head_dim)
+        norms = self.q_norm.weight, self.k_norm.weight
+        return PackedHeads(shape.heads, shape.kv_heads, shape.head_dim, *norms, shape.qk_norm_eps)

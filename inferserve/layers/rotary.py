@@ -7,20 +7,13 @@ over positions, made once; `dynamic` depends on the length of the row as well.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from inferserve.attention.base import AttentionBatch
 from inferserve.config.model_config import RopeConfig
-
-
-class Rotation(NamedTuple):
-    """Float32 [T, rotated / 2] each, scaled by the rope kind's attention factor."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
+from inferserve.kernels.rope_write import Rotation
 
 
 class Rotary(nn.Module):
@@ -37,7 +30,7 @@ class Rotary(nn.Module):
         self.max_position = max_position
         self.freq_factors = nn.Parameter(torch.ones(self.rotated // 2, dtype=torch.float32), requires_grad=False)
         self.exponents = torch.empty(0)
-        self.tables = Rotation(torch.empty(0), torch.empty(0))
+        self.tables = Rotation(torch.empty(0), torch.empty(0), None)
 
     def prepare(self, length: int, device: torch.device) -> None:
         """Make the tables for positions [0, length). Call after loading."""
@@ -45,14 +38,17 @@ class Rotary(nn.Module):
         angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * freq
         scale = attention_factor(self.rope)
         self.exponents = (_even(self.rotated) / self.rotated).to(device)
-        self.tables = Rotation(angles.cos() * scale, angles.sin() * scale)
+        self.tables = Rotation(angles.cos() * scale, angles.sin() * scale, None)
 
     def forward(self, batch: AttentionBatch) -> Rotation:
-        """Rotation of each token of the step."""
+        """Rotation of each token of the step, scaled by the rope kind's attention factor."""
         if self.rope.kind == "dynamic" and batch.max_kv_len > self.max_position:
             return self._dynamic(batch)
-        cos, sin = self.tables
-        return Rotation(cos.index_select(0, batch.positions), sin.index_select(0, batch.positions))
+        cos, sin, _ = self.tables
+        if cos.is_cuda:
+            # Every layer's kernel looks the angles up itself.
+            return Rotation(cos, sin, batch.positions)
+        return Rotation(cos.index_select(0, batch.positions), sin.index_select(0, batch.positions), None)
 
     def _dynamic(self, batch: AttentionBatch) -> Rotation:
         """Per row, since the base grows with the row's length. Source: `_compute_dynamic_ntk_parameters`."""
@@ -63,7 +59,7 @@ class Rotary(nn.Module):
         base = (rope.theta * stretch ** (dim / (dim - 2))).float()
         freq = 1.0 / base[:, None] ** self.exponents
         angles = batch.positions.float()[:, None] * freq
-        return Rotation(angles.cos(), angles.sin())
+        return Rotation(angles.cos(), angles.sin(), None)
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
