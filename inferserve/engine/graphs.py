@@ -181,9 +181,10 @@ def _record(parts: Parts, inputs: StaticInputs, recorder: Recorder) -> CapturedS
         return parts.model.hidden(token_ids, context)
 
     step = CapturedStep(inputs, recorder.record(run))
+    hidden = step.replay()  # the first replay of a graph takes longer than others
     if not inputs.bucket.chunks:
         # The head's product is not captured: this loads its kernels for each number of rows.
-        parts.model.logits(step.replay())
+        parts.model.logits(hidden)
     return step
 
 

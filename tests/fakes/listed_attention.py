@@ -10,6 +10,7 @@ import torch
 
 from inferserve.attention.base import AttentionBatch, AttentionPlan, Bucket, HostRows, LayerSpec
 from inferserve.attention.reference import ReferenceAttention, ReferencePlan
+from inferserve.kernels.rope_write import PackedHeads, Rotation, rotated_heads_ref
 from inferserve.kv.pool import KvPool
 
 _HEAD = 2
@@ -37,6 +38,11 @@ class ListedAttention:
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         return batch
+
+    def forward_packed(
+        self, spec: LayerSpec, plan: AttentionPlan, qkv: torch.Tensor, heads: PackedHeads, rotation: Rotation
+    ) -> torch.Tensor:
+        return self.forward(spec, plan, *rotated_heads_ref(qkv, heads, rotation))
 
     def forward(
         self, spec: LayerSpec, plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -51,3 +51,10 @@ def test_weights_too_large() -> None:
     memory.check_weights(config(), torch.float16, 2000, "the host")
     with pytest.raises(ConfigError, match=r"1000 weights take .* as float32 \(--data-type\), the host has"):
         memory.check_weights(config(), torch.float32, 2000, "the host")
+
+
+def test_graphs_that_do_not_fit_name_every_way_out() -> None:
+    told = memory.graphs_do_not_fit(config(mem_fraction=0.95), 5000, 49, 2**28)
+    for flag in ("--mem-fraction 0.95", "--graph-max-batch-size 256", "--disable-cudagraph", "5000 tokens", "0.25 GiB"):
+        assert flag in told
+    assert "--prefill-cudagraph-max-handle-token 2048" in told
