@@ -27,12 +27,12 @@ class Rotation(NamedTuple):
 
     Attributes:
         cos, sin: float32 [N, rotated / 2], contiguous; rotated <= head_dim, the rest of a head passes unchanged.
-        index: int64 [T], each token's line of the two; None = line t is token t's.
+        line: int64 [T], each token's line of the two; None = line t is token t's.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
-    index: torch.Tensor | None
+    line: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def rope_write(
         qkv if heads.k_norm is None else heads.k_norm,
         rotation.cos,
         rotation.sin,
-        kv_index if rotation.index is None else rotation.index,
+        kv_index if rotation.line is None else rotation.line,
         pool_k,
         pool_v,
         pool_k if k_scale is None else k_scale,
@@ -232,7 +232,7 @@ def rope_write(
         HALF_BLOCK=next_power_of_2(half),
         REST_BLOCK=next_power_of_2(max(dim - 2 * half, 1)),
         BLOCK=next_power_of_2(dim),
-        INDEXED=rotation.index is not None,
+        INDEXED=rotation.line is not None,
         NORM=heads.q_norm is not None,
         LARGEST=LARGEST.get(pool_k.dtype, 0.0),
         num_warps=2,
@@ -258,9 +258,9 @@ def rotated_heads_ref(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries and keys, normalised and rotated, and values: [T, heads, head_dim] each, qkv's dtype; arguments as in
     `rope_write`."""
-    cos, sin, index = rotation
-    if index is not None:
-        cos, sin = cos.index_select(0, index), sin.index_select(0, index)
+    cos, sin, line = rotation
+    if line is not None:
+        cos, sin = cos.index_select(0, line), sin.index_select(0, line)
     q_heads, turned_heads = heads.q_heads, heads.q_heads + heads.kv_heads
     packed = qkv.view(qkv.shape[0], turned_heads + heads.kv_heads, heads.head_dim)
     turned = packed[:, :turned_heads].float()
