@@ -117,8 +117,9 @@ class SchedulePart:
     )
     target_step_ratio: float = flag(
         -1.0,
-        "the same, as a multiple of what the step would take without prompts; 0 = no limit but --batch-max-tokens",
-        auto="1.8 on CUDA, 0 elsewhere",
+        "the same, as a multiple of what the step would take without prompts; 5 prompt tokens a running sequence are"
+        " always allowed; 0 = no limit but --batch-max-tokens",
+        auto="1.35 on CUDA, 0 elsewhere",
     )
     router_token_ratio: float = flag(
         0.85,

@@ -18,6 +18,9 @@ from inferserve.engine.step import Ints, StepBatch
 LEAST_PROMPT = TILE // 2
 """Prompt tokens that every step may compute, however long it gets: prompts must not starve."""
 
+SHARE = 5.0
+"""See `Target`; with prompts of 1024 and answers of 256 tokens a steady load takes 4 (benchmarks/planner_sim.py)."""
+
 DRAFT_RATIO = 1.25
 """How much longer a step may get by drafts that it checks: what is thrown away should have cost little."""
 
@@ -27,14 +30,18 @@ _BOUND = 2.0
 
 @dataclass(frozen=True)
 class Target:
-    """How long a step with prompts beside decode rows should take: `ms`, or if that is 0, `ratio` × the step without."""
+    """How long a step with prompts beside decode rows should take.
+
+    Attributes:
+        ms: milliseconds; 0 = what the others say.
+        ratio: this many times the step without prompts; but always long enough for
+        share: so many prompt tokens for each sequence that decodes or waits for its prompt. Where prompts are so many
+            times longer than answers, fewer would not keep up, and rows that could decode would wait ever longer.
+    """
 
     ms: float = 0.0
     ratio: float = 0.0
-
-    def of(self, decode_ms: float) -> float:
-        """Milliseconds, where a step without prompts takes `decode_ms`."""
-        return self.ms or self.ratio * decode_ms
+    share: float = SHARE
 
 
 class Pace:
@@ -84,6 +91,12 @@ class Pace:
         assert self._model is not None
         return self._factor * self._model.milliseconds(step)
 
+    def _limit(self, decode: StepCost, sequences: int) -> float:
+        """Milliseconds of a step in which `decode` is the decode rows' part."""
+        target = self._target
+        shared = decode._replace(tokens=decode.tokens + int(target.share * sequences))
+        return target.ms or max(target.ratio * self._time(decode), self._time(shared))
+
     def _drafts(self, decode: StepCost) -> int:
         """Draft tokens of each row that cost little beside the step without."""
         limit, rows = DRAFT_RATIO * self._time(decode), decode.tokens
@@ -101,7 +114,7 @@ class Pace:
             rows.prompt_len[filling] + rows.out_len[filling],
         )
         parts = list(zip(before.tolist(), np.minimum(wanted, self._fixed.chunk).tolist(), strict=True))
-        target = self._target.of(self._time(decode))
+        target = self._limit(decode, decode.tokens + len(filling))
         low = tiled(decode.tokens + LEAST_PROMPT) // TILE
         high = max(low, tiled(min(self._fixed.tokens, decode.tokens + sum(want for _, want in parts))) // TILE)
         while low < high:
