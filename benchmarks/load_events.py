@@ -41,7 +41,7 @@ class _Usage(msgspec.Struct):
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: object = None
 
 
 @dataclass
@@ -123,7 +123,7 @@ def _read(exchange: Exchange, seen: Outcome) -> None:
 
 def _take(answer: _Answer, seen: Outcome, at: int) -> None:
     if answer.error is not None:
-        seen.error = seen.error or f"error event: {bytes(answer.error)[:200].decode('utf-8', 'replace')}"
+        seen.error = seen.error or f"error event: {str(answer.error)[:200]}"
     for choice in answer.choices:
         words = choice.words()
         if words:
