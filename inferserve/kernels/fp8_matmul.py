@@ -51,8 +51,8 @@ TILES = (
 )
 
 
-# Not recompiled when a step has one row, or a multiple of 16.
-@triton.jit(do_not_specialize=["rows"])
+# Not recompiled for other numbers of rows, tiles and splits.
+@triton.jit(do_not_specialize=["rows", "tiles_m", "tiles_k", "splits"])
 def _fp8_matmul_kernel(
     x: tl.tensor,
     x_scale: tl.tensor,
@@ -68,6 +68,7 @@ def _fp8_matmul_kernel(
     stride: tl.tensor,
     tiles_m: tl.tensor,
     tiles_k: tl.tensor,
+    splits: tl.tensor,
     QUANTISE: tl.constexpr,
     TOKEN_GROUPS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -88,7 +89,7 @@ def _fp8_matmul_kernel(
     weights = weight + col.to(tl.int64)[:, None] * k + inner[None, :]
     inputs = x + row.to(tl.int64)[:, None] * stride + inner[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(split * tiles_k // SPLIT, (split + 1) * tiles_k // SPLIT):
+    for step in range(split * tiles_k // splits, (split + 1) * tiles_k // splits):
         at = step * BLOCK_K
         if EVEN:
             w = tl.load(weights + at)
@@ -120,7 +121,7 @@ def _fp8_matmul_kernel(
     else:
         offset = row[:, None] * n + col[None, :]
         live = (row < rows)[:, None] & (col < n)[None, :]
-    total, last = _sum_over_splits(total, partial, counters, tile, split, offset, live, rows * n, SPLIT)
+    total, last = _sum_over_splits(total, partial, counters, tile, split, offset, live, rows * n, splits, SPLIT)
     if last:
         if not TOKEN_GROUPS:
             token_scale = tl.load(x_scale + row, mask=row < rows, other=0.0)
@@ -165,9 +166,9 @@ def fp8_matmul(
     tiles = tiles or next(t for t in TILES if rows <= t.rows)
     tiles_m, tiles_n = triton.cdiv(rows, tiles.block_m), triton.cdiv(outputs, tiles.block_n)
     tiles_k = triton.cdiv(inputs, GROUP)
-    split = max(1, min(tiles.programs // (tiles_m * tiles_n), tiles_k // 4, 16))
-    partial = torch.empty((split, rows, outputs) if split > 1 else (1,), dtype=torch.float32, device=x.device)
-    _fp8_matmul_kernel[(tiles_m * tiles_n, split)](
+    splits = max(1, min(tiles.programs // (tiles_m * tiles_n), tiles_k // 4, 16))
+    partial = torch.empty((splits, rows, outputs) if splits > 1 else (1,), dtype=torch.float32, device=x.device)
+    _fp8_matmul_kernel[(tiles_m * tiles_n, splits)](
         x,
         w_scale if x_scale is None else x_scale,
         weight,
@@ -182,11 +183,12 @@ def fp8_matmul(
         x.stride(0),
         tiles_m,
         tiles_k,
+        splits,
         QUANTISE=x_scale is None,
         TOKEN_GROUPS=x_scale is None or x_scale.shape[1] > 1 or tiles_k == 1,
         SCALE_ROWS=0 if w_scale.dim() == 1 else 1 if w_scale.shape[0] == outputs else GROUP,
         BIAS=bias is not None,
-        SPLIT=split,
+        SPLIT=splits > 1,
         EVEN=outputs % tiles.block_n == 0 and inputs % GROUP == 0,
         SWAP=tiles.swap,
         BLOCK_M=tiles.block_m,
@@ -215,4 +217,3 @@ def fp8_matmul_ref(
         w_scale = w_scale[:, None]
     total = fp8_dequant_ref(x, x_scale) @ fp8_dequant_ref(weight, w_scale).T
     return (total if bias is None else total + bias.float()).to(dtype)
-

@@ -41,25 +41,26 @@ def _sum_over_splits(
     offset: tl.tensor,
     live: tl.tensor,
     size: tl.tensor,
+    splits: tl.tensor,
     SPLIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Leave this program's part in `partial` [SPLIT, size]; the last of the tile gets (sum of all, True)."""
+    """Leave this program's part in `partial` [splits, size]; the last of the tile gets (sum of all, True)."""
     last = True
-    if SPLIT > 1:
+    if SPLIT:
         tl.store(partial + split * size + offset, total, mask=live)
         tl.debug_barrier()  # all of the part is written before the counter says so
-        last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
+        last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1
         if last:
             tl.store(counters + tile, 0)
             total = tl.zeros_like(total)
-            for part in range(SPLIT):
+            for part in range(splits):
                 # Past the first-level cache, which does not see what other multiprocessors wrote.
                 total += tl.load(partial + part * size + offset, mask=live, other=0.0, cache_modifier=".cg")
     return total, last
 
 
-# Not recompiled when a step has one row, or a multiple of 16.
-@triton.jit(do_not_specialize=["rows"])
+# Not recompiled for other numbers of rows, tiles and splits.
+@triton.jit(do_not_specialize=["rows", "tiles_k", "splits"])
 def _skinny_matmul_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -72,6 +73,7 @@ def _skinny_matmul_kernel(
     k: tl.tensor,
     stride: tl.tensor,
     tiles_k: tl.tensor,
+    splits: tl.tensor,
     BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -86,7 +88,7 @@ def _skinny_matmul_kernel(
     weights = weight + col.to(tl.int64)[:, None] * k + inner[None, :]
     inputs = x + row.to(tl.int64)[:, None] * stride + inner[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in range(split * tiles_k // SPLIT, (split + 1) * tiles_k // SPLIT):
+    for step in range(split * tiles_k // splits, (split + 1) * tiles_k // splits):
         at = step * BLOCK_K
         if EVEN:
             w = tl.load(weights + at)
@@ -98,7 +100,7 @@ def _skinny_matmul_kernel(
         total = tl.dot(w, tl.trans(value), total, input_precision="ieee")
     offset = row[None, :] * n + col[:, None]
     live = (row < rows)[None, :] & (col < n)[:, None]
-    total, last = _sum_over_splits(total, partial, counters, tile, split, offset, live, rows * n, SPLIT)
+    total, last = _sum_over_splits(total, partial, counters, tile, split, offset, live, rows * n, splits, SPLIT)
     if last:
         if BIAS:
             total += tl.load(bias + col, mask=col < n, other=0.0).to(tl.float32)[:, None]
@@ -127,9 +129,9 @@ def skinny_matmul(
     if not rows:
         return out
     tiles, tiles_k = triton.cdiv(outputs, config.block_n), triton.cdiv(inputs, config.block_k)
-    split = max(1, min(config.programs // tiles, tiles_k // 2, 16))
-    partial = torch.empty((split, rows, outputs) if split > 1 else (1,), dtype=torch.float32, device=x.device)
-    _skinny_matmul_kernel[(tiles, split)](
+    splits = max(1, min(config.programs // tiles, tiles_k // 2, 16))
+    partial = torch.empty((splits, rows, outputs) if splits > 1 else (1,), dtype=torch.float32, device=x.device)
+    _skinny_matmul_kernel[(tiles, splits)](
         x,
         weight,
         weight if bias is None else bias,
@@ -141,8 +143,9 @@ def skinny_matmul(
         inputs,
         x.stride(0),
         tiles_k,
+        splits,
         BIAS=bias is not None,
-        SPLIT=split,
+        SPLIT=splits > 1,
         EVEN=outputs % config.block_n == 0 and inputs % config.block_k == 0,
         BLOCK_M=MAX_ROWS,
         BLOCK_N=config.block_n,
