@@ -18,6 +18,7 @@ from inferserve.kernels import (
     rotary,
     sampling_filter,
     step_inputs,
+    step_outputs,
 )
 
 
@@ -36,6 +37,7 @@ class Kernels:
     append_tokens: Callable[[Tensor, penalties.PenaltyParams, Tensor], None]
     logprobs: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     step_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    step_outputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 TRITON = Kernels(
@@ -50,6 +52,7 @@ TRITON = Kernels(
     append_tokens=penalties.append_tokens,
     logprobs=logprobs.logprobs,
     step_inputs=step_inputs.step_inputs,
+    step_outputs=step_outputs.step_outputs,
 )
 
 TORCH = Kernels(
@@ -64,6 +67,7 @@ TORCH = Kernels(
     append_tokens=penalties.append_tokens_ref,
     logprobs=logprobs.logprobs_ref,
     step_inputs=step_inputs.step_inputs_ref,
+    step_outputs=step_outputs.step_outputs_ref,
 )
 
 
