@@ -18,7 +18,7 @@ from inferserve.engine.step import PendingStep, StepBatch, StepResult, TopAltern
 from inferserve.kernels.dispatch import Kernels
 from inferserve.layers.context import ForwardContext
 from inferserve.models.spec import CausalModel
-from inferserve.sampling.sampler import Sampled, Sampler, Tops
+from inferserve.sampling.sampler import Sampler, Tops
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class InFlight:
     def result(self) -> StepResult:
         """See PendingStep."""
         self.event.synchronize()
-        ids, logprobs, failed = self.chosen.numpy()
-        return StepResult(ids, logprobs.view(np.float32), failed.astype(np.bool_), _alternatives(self.tops))
+        return _result(self.chosen, self.tops)
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,8 @@ class Runner:
             # Its end is waited for all the same: the host must not run ahead further than the pipeline is deep.
             return _mark(_NONE, None) if logits.is_cuda else Done(_NOTHING)
         sampled = self.sampler.sample(logits, batch.rows[batch.sample], batch.out_position)
-        self.staging.remember(sample_rows, sampled.token_ids)
-        return _to_host(sampled) if logits.is_cuda else Done(_to_result(sampled))
+        chosen = self.staging.finish(sample_rows, sampled.token_ids, sampled.logprobs, sampled.failed)
+        return _to_host(chosen, sampled.tops) if logits.is_cuda else Done(_result(chosen, sampled.tops))
 
     def _forward(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [S, vocab] and their rows int64 [S], with every operation launched from here."""
@@ -100,13 +99,11 @@ _NONE = torch.empty((3, 0), dtype=torch.int32)
 _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.bool_), {})
 
 
-def _to_host(sampled: Sampled) -> InFlight:
+def _to_host(chosen: torch.Tensor, tops: Tops | None) -> InFlight:
     """Results on their way to pinned memory: one copy, and two more for rows that asked for alternatives."""
-    tops = sampled.tops
     if tops is not None:
         tops = Tops(tops.index, tops.counts, _pinned(tops.token_ids), _pinned(tops.logprobs))
-    bits = sampled.logprobs.view(torch.int32)
-    return _mark(_pinned(torch.stack((sampled.token_ids.int(), bits, sampled.failed.int()))), tops)
+    return _mark(_pinned(chosen), tops)
 
 
 def _mark(chosen: torch.Tensor, tops: Tops | None) -> InFlight:
@@ -120,14 +117,10 @@ def _pinned(source: torch.Tensor) -> torch.Tensor:
     return host.copy_(source, non_blocking=True)
 
 
-def _to_result(sampled: Sampled) -> StepResult:
-    """Host tensors to what the engine's loop reads."""
-    return StepResult(
-        token_ids=sampled.token_ids.numpy().astype(np.int32),
-        logprobs=sampled.logprobs.numpy(),
-        failed=sampled.failed.numpy(),
-        tops=_alternatives(sampled.tops),
-    )
+def _result(chosen: torch.Tensor, tops: Tops | None) -> StepResult:
+    """Packed results on the host to what the engine's loop reads."""
+    ids, logprobs, failed = chosen.numpy()
+    return StepResult(ids, logprobs.view(np.float32), failed.astype(np.bool_), _alternatives(tops))
 
 
 def _alternatives(tops: Tops | None) -> dict[int, TopAlternatives]:

@@ -17,6 +17,7 @@ import torch
 from inferserve.attention.base import AttentionBatch
 from inferserve.engine.step import Ints, StepBatch
 from inferserve.kernels.dispatch import kernels_for
+from inferserve.kernels.step_outputs import step_outputs_ref
 
 _ALIGN = 16
 """Bytes: kernels are compiled for pointers that are multiples of this."""
@@ -47,8 +48,10 @@ class Staging(Protocol):
         """Tensors of the step, and of the attention's work list for it. FROM_DEVICE ids are resolved."""
         ...
 
-    def remember(self, sample_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """The rows int64 [S] have sampled token_ids int64 [S]."""
+    def finish(
+        self, sample_rows: torch.Tensor, token_ids: torch.Tensor, logprobs: torch.Tensor, failed: torch.Tensor
+    ) -> torch.Tensor:
+        """Remember what the rows int64 [S] have sampled, and pack it: int32 [3, S], see `kernels.step_outputs`."""
         ...
 
 
@@ -83,9 +86,11 @@ class CpuStaging:
             sample_rows=torch.from_numpy(batch.rows[batch.sample].astype(np.int64)),
         )
 
-    def remember(self, sample_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def finish(
+        self, sample_rows: torch.Tensor, token_ids: torch.Tensor, logprobs: torch.Tensor, failed: torch.Tensor
+    ) -> torch.Tensor:
         """See Staging."""
-        self._last_token[sample_rows] = token_ids
+        return step_outputs_ref(token_ids, logprobs, failed, sample_rows, self._last_token)
 
 
 @dataclass(frozen=True)
@@ -124,10 +129,6 @@ class DeviceRows:
         for (row, length), part in zip(batch.new_prefix, parts, strict=True):
             self.table[row, :length].copy_(part)
 
-    def remember(self, sample_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """See Staging."""
-        self.last_token.index_copy_(0, sample_rows, token_ids)
-
 
 def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host memory that `device` can copy from while the host goes on.
@@ -143,7 +144,7 @@ class CudaStaging:
     def __init__(self, rows: DeviceRows) -> None:
         self.rows = rows
         self._device = rows.table.device
-        self._step_inputs = kernels_for(self._device).step_inputs
+        self._kernels = kernels_for(self._device)
 
     def put(self, batch: StepBatch, work: Ints | None = None) -> StepTensors:
         """See Staging."""
@@ -156,7 +157,7 @@ class CudaStaging:
         token_ids, positions, kv_index, owners, logits_index, sample_rows, rows, start, kv_len, work_list = sent
         self.rows.enter_prefixes(batch)
         table = self.rows.table
-        token_ids = self._step_inputs(token_ids, owners, positions, kv_index, self.rows.last_token, table)
+        token_ids = self._kernels.step_inputs(token_ids, owners, positions, kv_index, self.rows.last_token, table)
         return StepTensors(
             token_ids=token_ids,
             attention=_attention_batch(
@@ -174,9 +175,11 @@ class CudaStaging:
             sample_rows=sample_rows,
         )
 
-    def remember(self, sample_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def finish(
+        self, sample_rows: torch.Tensor, token_ids: torch.Tensor, logprobs: torch.Tensor, failed: torch.Tensor
+    ) -> torch.Tensor:
         """See Staging."""
-        self.rows.remember(sample_rows, token_ids)
+        return self._kernels.step_outputs(token_ids, logprobs, failed, sample_rows, self.rows.last_token)
 
     def _send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
         """One copy for all arrays; each comes back as a view of the copy, at a multiple of _ALIGN."""

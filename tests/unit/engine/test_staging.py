@@ -34,7 +34,9 @@ def batch(table: np.ndarray) -> StepBatch:
 def test_cpu_staging() -> None:
     table = np.zeros((4, 16), np.int32)
     staging = CpuStaging(4)
-    staging.remember(torch.tensor([0, 2]), torch.tensor([70, 72]))
+    sampled = torch.tensor([70, 72]), torch.tensor([-1.5, torch.nan]), torch.tensor([False, True])
+    packed = staging.finish(torch.tensor([0, 2]), *sampled)
+    assert packed[0].tolist() == [70, 72] and packed[2].tolist() == [0, 1]
     step = staging.put(batch(table))
     assert step.token_ids.tolist() == [72, 31, 11, 12, 13, 14, 15]
     assert step.logits_index.tolist() == [0, 1, 6]
