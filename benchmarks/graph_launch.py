@@ -29,6 +29,7 @@ from inferserve.engine.recorder import Run
 from inferserve.engine.staging import DeviceRows
 from inferserve.engine.step import FROM_DEVICE, StepBatch
 from inferserve.kernels.dispatch import kernels_for
+from inferserve.kernels.rope_write import PackedHeads, Rotation
 from inferserve.kv.pool import KvShape
 from inferserve.layers.context import ForwardContext
 
@@ -91,6 +92,13 @@ class Lists:
         """See AttentionBackend. The model has no layer that calls it."""
         del spec, plan, k, v
         return q
+
+    def forward_packed(
+        self, spec: LayerSpec, plan: AttentionPlan, qkv: torch.Tensor, heads: PackedHeads, rotation: Rotation
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        del spec, plan, heads, rotation
+        return qkv
 
 
 class Once:
