@@ -11,8 +11,10 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -83,6 +85,13 @@ class Child:
         if isinstance(message, ServiceReady):
             self.service_ready = True
         return message
+
+    def await_stop(self, seconds: float) -> None:
+        """Give the launcher `seconds` to say Stop; StopRequested if it does."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self.control.fileno()], [], [], left)[0]:
+                self.handle_control()
 
 
 class Waiter(Generic[T]):

@@ -98,6 +98,19 @@ class EnginePart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelPart:
+    """Several GPUs"""
+
+    tp: int = flag(1, "GPUs that hold the model together, each a share of every layer (on CPU: processes)")
+    all_reduce: str = flag(
+        "nccl",
+        "how GPUs add up their shares; symmetric = small sums by reading each other's memory, where they can (new, its"
+        " speed is not measured yet)",
+        choices=("nccl", "symmetric"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulePart:
     """Scheduling"""
 
@@ -180,6 +193,7 @@ class ServerConfig:
 
     model: ModelPart = ModelPart()
     engine: EnginePart = EnginePart()
+    parallel: ParallelPart = ParallelPart()
     schedule: SchedulePart = SchedulePart()
     http: HttpPart = HttpPart()
     log: LogPart = LogPart()

@@ -13,12 +13,13 @@ import torch
 
 from inferserve.attention.base import AttentionBackend, CapturableAttention, HostRows
 from inferserve.engine.graphs import Graphs
+from inferserve.engine.shared_sampling import TokenChooser
 from inferserve.engine.staging import Staging
 from inferserve.engine.step import PendingStep, StepBatch, StepResult, TopAlternatives
 from inferserve.kernels.dispatch import Kernels
 from inferserve.layers.context import ForwardContext
 from inferserve.models.spec import CausalModel
-from inferserve.sampling.sampler import Sampler, Tops
+from inferserve.sampling.sampler import Tops
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Runner:
     model: CausalModel
     attention: AttentionBackend
     kernels: Kernels
-    sampler: Sampler
+    sampler: TokenChooser
     staging: Staging
     lists: CapturableAttention | None = None
     graphs: Graphs | None = None

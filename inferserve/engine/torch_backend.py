@@ -19,6 +19,7 @@ from inferserve.engine import memory, warmup
 from inferserve.engine.graphs import Parts, buckets, capture, measure
 from inferserve.engine.recorder import CudaRecorder
 from inferserve.engine.runner import Runner
+from inferserve.engine.shared_sampling import shared
 from inferserve.engine.staging import CpuStaging, CudaStaging, DeviceRows
 from inferserve.engine.step import BackendFacts, Ints, PendingStep, StepBatch
 from inferserve.errors import ConfigError
@@ -27,6 +28,7 @@ from inferserve.kv.pool import KvPool
 from inferserve.log import event
 from inferserve.models.registry import load_model, read_model_config
 from inferserve.models.spec import CapturableModel, CausalModel
+from inferserve.parallel.ranks import ALONE, Ranks
 from inferserve.protocol.sampling import SamplingParams
 from inferserve.sampling.sampler import Sampler
 
@@ -38,12 +40,14 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 class TorchBackend:
     """An `EngineBackend` (see `step`) for a resolved configuration.
 
-    All that touches tensors runs in inference mode, since what is made there cannot be changed outside.
+    All that touches tensors runs in inference mode, since what is made there cannot be changed outside. `ranks` hold the
+    model together; they load, measure and capture side by side.
     """
 
-    def __init__(self, config: ServerConfig, max_rows: int) -> None:
+    def __init__(self, config: ServerConfig, max_rows: int, ranks: Ranks = ALONE) -> None:
         self._config = config
         self._max_rows = max_rows
+        self._ranks = ranks
         self._device = torch.device(config.engine.device)
         self._runner: Runner | None = None
 
@@ -104,7 +108,7 @@ class TorchBackend:
         free = torch.cuda.mem_get_info()[0] if self._device.type == "cuda" else available_memory()
         memory.check_weights(self._config, dtype, free, where)
         try:
-            model = load_model(self._config, dtype, self._device)
+            model = load_model(self._config, dtype, self._device, self._ranks)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"too little device memory for the weights: {error}") from error
         event(log, "weights loaded", seconds=round(time.monotonic() - started, 2), runs_on=type(model).__name__)
@@ -117,6 +121,7 @@ class TorchBackend:
             tokens = memory.host_tokens(self._config, bytes_per_token, available_memory())
         else:
             tokens = self._measure(model, model_config, dtype, bytes_per_token)
+        tokens = self._ranks.least(tokens)
         pool = KvPool(model.kv_shapes, tokens, dtype, self._device)
         self._runner = self._make_runner(model, model_config, pool)
         return pool
@@ -182,11 +187,12 @@ class TorchBackend:
         config, device = self._config, self._device
         max_len = config.model.max_req_total_len
         attention = make_attention(config.engine.attention_backend, pool, device)
+        sampler = Sampler(self._max_rows, max_len, model_config.vocab_size, device, config.model.eos_id)
         return Runner(
             model=model,
             attention=attention,
             kernels=kernels_for(device),
-            sampler=Sampler(self._max_rows, max_len, model_config.vocab_size, device, config.model.eos_id),
+            sampler=shared(sampler, self._ranks),
             staging=CpuStaging(self._max_rows)
             if device.type == "cpu"
             else CudaStaging(DeviceRows.make(self._max_rows, max_len, device)),

@@ -21,6 +21,10 @@ def _http_workers(config: ServerConfig) -> int:
     return config.http.httpserver_workers
 
 
+def _engine_ranks(config: ServerConfig) -> int:
+    return config.parallel.tp
+
+
 @dataclass(frozen=True)
 class ProcessSpec:
     """One row.
@@ -46,7 +50,7 @@ class ProcessSpec:
 
 # The engine first, since it takes longest to be ready.
 TABLE = (
-    ProcessSpec(ROLE_ENGINE, "inferserve.engine", segments=(SEGMENT,), threads=True),
+    ProcessSpec(ROLE_ENGINE, "inferserve.engine", _engine_ranks, segments=(SEGMENT,), threads=True),
     ProcessSpec(ROLE_HTTP, "inferserve.http", _http_workers, segments=(SEGMENT,), listens=True, restart=True),
     ProcessSpec(ROLE_DETOKENIZE, "inferserve.detokenize", segments=(SEGMENT,)),
     ProcessSpec(ROLE_ROUTER, "inferserve.router", segments=(SEGMENT,)),

@@ -1,4 +1,7 @@
-"""`Embedding` and `Head`: ids to vectors and vectors to logits; a tied head reads the embedding's matrix."""
+"""`Embedding` and `Head`: ids to vectors and vectors to logits; a tied head reads the embedding's matrix.
+
+Several ranks hold a part of the vocabulary each, the last one padded to the size of the others.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,37 @@ from torch import nn
 from torch.nn import functional
 
 from inferserve.layers.packed import packed, plain
+from inferserve.parallel.ranks import ALONE, Ranks
 
 
 class Embedding(nn.Module):
-    """Table [vocab, size]."""
+    """Table [vocab / ranks, size]."""
 
-    def __init__(self, vocab: int, size: int) -> None:
+    def __init__(self, vocab: int, size: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, size), requires_grad=False)
+        self._ranks = ranks
+        self.weight = nn.Parameter(torch.empty(_part(vocab, ranks), size), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Int64 [T] → [T, size]."""
-        return functional.embedding(token_ids, self.weight)
+        if self._ranks.size == 1:
+            return functional.embedding(token_ids, self.weight)
+        held = self.weight.shape[0]
+        own = token_ids - self._ranks.rank * held
+        others = (own < 0) | (own >= held)
+        vectors = functional.embedding(own.clamp(0, held - 1), self.weight)
+        return self._ranks.sum(vectors.masked_fill_(others[:, None], 0))
 
 
 class Head(nn.Module):
-    """Logits. `weight` is [vocab, size], its own or the embedding's."""
+    """Logits. `weight` is [vocab / ranks, size], its own or the embedding's."""
 
-    def __init__(self, vocab: int, size: int, tied: Embedding | None) -> None:
+    def __init__(self, vocab: int, size: int, tied: Embedding | None, ranks: Ranks = ALONE) -> None:
         super().__init__()
+        self._vocab = vocab
+        self._ranks = ranks
         self.weight: nn.Parameter | None = (
-            tied.weight if tied else nn.Parameter(torch.empty(vocab, size), requires_grad=False)
+            tied.weight if tied else nn.Parameter(torch.empty(_part(vocab, ranks), size), requires_grad=False)
         )
         self._matmul = plain(self.weight, None)
 
@@ -40,4 +53,12 @@ class Head(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[S, size] → [S, vocab], in the dtype of the weights."""
-        return self._matmul(x)
+        logits = self._matmul(x)
+        if self._ranks.size == 1:
+            return logits
+        *full, last = self._ranks.gather(logits)
+        return torch.cat((*full, last[:, : self._vocab - logits.shape[1] * len(full)]), dim=1)
+
+
+def _part(vocab: int, ranks: Ranks) -> int:
+    return -(-vocab // ranks.size)

@@ -15,6 +15,7 @@ from inferserve.layers.mlp import GatedMlp
 from inferserve.layers.norm import RmsNorm
 from inferserve.layers.rotary import Rotary, Rotation
 from inferserve.models.spec import DecoderSpec
+from inferserve.parallel.ranks import ALONE, Ranks
 
 
 class DecoderLayer(nn.Module):
@@ -23,7 +24,7 @@ class DecoderLayer(nn.Module):
     The stream travels as (x, residual), whose sum is only taken inside the next norm.
     """
 
-    def __init__(self, spec: DecoderSpec, index: int) -> None:
+    def __init__(self, spec: DecoderSpec, index: int, ranks: Ranks) -> None:
         super().__init__()
         shape = AttentionShape(
             size=spec.size,
@@ -36,9 +37,9 @@ class DecoderLayer(nn.Module):
             quant=spec.quant,
         )
         self.attention_norm = RmsNorm(spec.size, spec.norm_eps)
-        self.attention = Attention(shape, LayerSpec(index, spec.head_dim**-0.5, spec.windows[index]))
+        self.attention = Attention(shape, LayerSpec(index, spec.head_dim**-0.5, spec.windows[index]), ranks)
         self.mlp_norm = RmsNorm(spec.size, spec.norm_eps)
-        self.mlp = GatedMlp(spec.size, spec.inner, spec.mlp_bias, spec.quant)
+        self.mlp = GatedMlp(spec.size, spec.inner, spec.mlp_bias, spec.quant, ranks)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, ctx: ForwardContext
@@ -54,17 +55,18 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm, head."""
+    """Embedding, layers, final norm, head. `spec` is of the whole model, of which this holds the share of a rank."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.spec = spec
-        self.kv_shapes = (KvShape(spec.kv_heads, spec.head_dim, group=spec.heads // spec.kv_heads),) * spec.layers
-        self.embedding = Embedding(spec.vocab, spec.size)
+        own = spec.share(ranks.size)
+        self.kv_shapes = (KvShape(own.kv_heads, own.head_dim, group=own.heads // own.kv_heads),) * own.layers
+        self.embedding = Embedding(spec.vocab, spec.size, ranks)
         self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_position)
-        self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.layers))
+        self.layers = nn.ModuleList(DecoderLayer(own, i, ranks) for i in range(spec.layers))
         self.norm = RmsNorm(spec.size, spec.norm_eps)
-        self.head = Head(spec.vocab, spec.size, self.embedding if spec.tied else None)
+        self.head = Head(spec.vocab, spec.size, self.embedding if spec.tied else None, ranks)
 
     def prepare(self, max_len: int, device: torch.device) -> None:
         """After loading: weights laid out for the device, rotations for positions below `max_len`."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from inferserve.models.sharding import Cuts
+
 SEED = 0
 
 
@@ -32,11 +34,12 @@ class RandomTensors:
         """See TensorSource."""
         return list(self._shapes)
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See TensorSource."""
+    def read(self, cuts: Cuts) -> Iterator[tuple[str, torch.Tensor]]:
+        """See TensorSource. All of a tensor is drawn even so: the model must not depend on how it is cut."""
         generator = torch.Generator(self._device).manual_seed(SEED)
         for name, shape in self._shapes.items():
-            yield name, self._drawn(name, shape, generator)
+            drawn = self._drawn(name, shape, generator)
+            yield name, cuts[name].of(drawn) if name in cuts else drawn
 
     def _drawn(self, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)

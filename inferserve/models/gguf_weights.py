@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from inferserve.errors import ConfigError
+from inferserve.models.sharding import Cuts
 
 ROPE_FACTORS = "rope_freqs.weight"
 """llama3 rope scaling as divisors of the frequencies; such files name no rope kind."""
@@ -48,24 +49,29 @@ class GgufFile:
         """See TensorSource."""
         return [self._names.get(name, name) for name in self._tensors]
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See TensorSource; float32 whatever the file's quantisation."""
+    def read(self, cuts: Cuts) -> Iterator[tuple[str, torch.Tensor]]:
+        """See TensorSource; float32 whatever the file's quantisation. Of rows that are cut away nothing is dequantised."""
         for name, tensor in self._tensors.items():
-            yield self._names.get(name, name), torch.from_numpy(self._layout(name, self._dequantise(tensor)))
+            known = self._names.get(name, name)
+            cut = cuts.get(known)
+            rows = slice(cut.start, cut.stop) if cut and cut.axis == 0 and cut.fits(tensor.data.shape) else slice(None)
+            share = len(tensor.data[rows]) / max(1, len(tensor.data))
+            plain = torch.from_numpy(self._layout(name, self._dequantise(tensor, rows), share))
+            yield known, cut.of(plain) if cut and cut.axis else plain
 
-    def _dequantise(self, tensor: Any) -> NDArray[np.float32]:
+    def _dequantise(self, tensor: Any, rows: slice) -> NDArray[np.float32]:
         try:
-            plain: NDArray[np.float32] = gguf.dequantize(tensor.data, tensor.tensor_type)
+            plain: NDArray[np.float32] = gguf.dequantize(tensor.data[rows], tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:
             kind = tensor.tensor_type.name
             raise ConfigError(f"{self._path}: tensor {tensor.name} of type {kind} cannot be read ({error})") from error
         return plain if plain.flags.writeable else plain.copy()
 
-    def _layout(self, name: str, tensor: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Undo llama.cpp's reordering of q and k rows (`permute` in its convert_hf_to_gguf.py)."""
+    def _layout(self, name: str, tensor: NDArray[np.float32], share: float) -> NDArray[np.float32]:
+        """Undo llama.cpp's reordering of q and k rows (`permute` in its convert_hf_to_gguf.py); `share` of the heads."""
         for piece, index in ((".attn_q.", 0), (".attn_k.", 1)):
             if self._rotary_pairs and piece in name:
-                heads = self._rotary_pairs[index]
+                heads = round(self._rotary_pairs[index] * share)
                 pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
                 return pairs.swapaxes(1, 2).reshape(tensor.shape)
         return tensor

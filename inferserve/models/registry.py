@@ -20,8 +20,10 @@ from inferserve.models.decoder import Decoder
 from inferserve.models.dummy_weights import RandomTensors
 from inferserve.models.family import Family
 from inferserve.models.gguf_weights import ROPE_FACTORS, GgufFile
-from inferserve.models.spec import CausalModel
+from inferserve.models.sharding import NO_CUTS, share_of
+from inferserve.models.spec import CausalModel, DecoderSpec
 from inferserve.models.weights import Safetensors, TensorSource, destinations, load
+from inferserve.parallel.ranks import ALONE, Ranks
 
 FAMILIES = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
 
@@ -71,8 +73,8 @@ def _obstacle(config: ModelConfig) -> str:
     return f"layer types {', '.join(sorted(unknown))}" if unknown else ""
 
 
-def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device) -> CausalModel:
-    """Build the model and fill it. Raises ConfigError naming the file, tensor or flag."""
+def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> CausalModel:
+    """Build the model, or the share of it that a rank holds, and fill it. Raises ConfigError naming file, tensor or flag."""
     folder, facts = Path(config.facts.folder), config.facts
     model_config = read_model_config(folder)
     family = family_of(model_config, config.engine.model_backend)
@@ -88,6 +90,11 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device) -
             max_len=config.model.max_req_total_len,
             drawn=drawn,
             quant=_quant(config, model_config, drawn=drawn),
+            ranks=ranks,
+        )
+    if ranks.size > 1:
+        raise ConfigError(
+            f"--tp {ranks.size}: model type {model_config.model_type!r} runs through transformers, undivided"
         )
     if config.model.quant_type != "none" and model_config.quantization is None:
         raise ConfigError(f"--quant-type {config.model.quant_type}: transformers runs this model, in floats only")
@@ -122,22 +129,29 @@ def load_decoder(
     max_len: int,
     drawn: bool = False,
     quant: Fp8Scheme | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
-    """Our stack, filled from `folder`, `gguf_file` or a random generator (`drawn`), ready for positions below `max_len`."""
+    """Our stack, or a rank's share of it, filled from `folder`, `gguf_file` or a random generator (`drawn`), ready for positions below `max_len`."""
     if quant and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_SINCE:
         raise ConfigError(f"fp8 weights: {torch.cuda.get_device_name(device)} has no fp8 matrix units")
     spec = replace(family.spec(config), quant=quant)
     with _defaults(dtype, device):
-        model = Decoder(spec)
+        model = Decoder(spec, ranks)
     wanted = dict(destinations(model, family.names, spec.layers))
+    shapes = {name: slot.shape for name, slot in wanted.items()}
+    cuts = NO_CUTS
     optional: dict[str, Slot] = {}
     ignored = _IGNORED
     if spec.tied:
-        del wanted["lm_head.weight"]
+        del wanted["lm_head.weight"], shapes["lm_head.weight"]
         ignored = (*_IGNORED, "lm_head.weight")
+    if ranks.size > 1:
+        shapes = _whole_shapes(family, spec, tuple(wanted))
+        share = share_of(shapes, wanted, ranks, quant.leaf if quant and quant.blocks else "")
+        wanted, cuts, ignored = share.own, share.cuts, (*ignored, *share.elsewhere)
     source: TensorSource
     if drawn:
-        source = RandomTensors({name: view.shape for name, view in wanted.items()}, dtype, device)
+        source = RandomTensors(shapes, dtype, device)
     elif gguf_file:
         pairs = (spec.heads, spec.kv_heads) if family.gguf_rotary_pairs else None
         source = GgufFile(Path(gguf_file), wanted, layers=spec.layers, rotary_pairs=pairs)
@@ -145,9 +159,16 @@ def load_decoder(
     else:
         source = Safetensors(folder)
     with torch.inference_mode():
-        load(source, wanted, optional, ignored)
+        load(source, wanted, optional, ignored, cuts)
         model.prepare(max_len, device)
     return model
+
+
+def _whole_shapes(family: Family, spec: DecoderSpec, names: tuple[str, ...]) -> dict[str, torch.Size]:
+    """Shapes of the whole model's tensors, without making one."""
+    with torch.device("meta"):
+        slots = destinations(Decoder(spec), family.names, spec.layers)
+    return {name: slots[name].shape for name in names}
 
 
 @contextmanager

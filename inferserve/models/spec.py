@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from inferserve.config.model_config import ModelConfig, RopeConfig
+from inferserve.errors import ConfigError
 from inferserve.kv.pool import KvShape
 from inferserve.layers.context import ForwardContext
 from inferserve.layers.quant import Fp8Scheme
@@ -68,6 +69,18 @@ class DecoderSpec:
             qk_norm=qk_norm,
             tied=config.tie_word_embeddings,
         )
+
+    def share(self, ranks: int) -> DecoderSpec:
+        """What each of `ranks` holds of the layers: heads and the MLP divided, KV heads too or at least one. `vocab` stays.
+
+        Raises ConfigError naming --tp when they cannot be divided.
+        """
+        if self.heads % ranks or self.inner % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
+            raise ConfigError(
+                f"--tp {ranks}: {self.heads} heads, {self.kv_heads} KV heads and an MLP of {self.inner} cannot be divided"
+            )
+        kv_heads = max(1, self.kv_heads // ranks)
+        return replace(self, heads=self.heads // ranks, kv_heads=kv_heads, inner=self.inner // ranks)
 
 
 class CausalModel(Protocol):

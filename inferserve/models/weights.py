@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,9 +21,11 @@ from inferserve.errors import ConfigError
 from inferserve.layers.linear import Linear
 from inferserve.layers.quant import FP8, Slot
 from inferserve.log import event
+from inferserve.models.sharding import NO_CUTS, Cut, Cuts
 
 log = logging.getLogger(__name__)
 
+PREFIX = "model."
 _LEAVES = ("weight", "bias")
 _NAMED_IN_ERRORS = 8
 _PROGRESS_EVERY_S = 3.0
@@ -52,8 +54,8 @@ class TensorSource(Protocol):
         """Names of all tensors, as in a Hugging Face checkpoint."""
         ...
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor on the host. Raises ConfigError for a damaged file."""
+    def read(self, cuts: Cuts) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor, or the slice of it that `cuts` wants. Raises ConfigError for a damaged file."""
         ...
 
 
@@ -70,12 +72,22 @@ class Safetensors:
         """See TensorSource."""
         return [name for names in self._files.values() for name in names]
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See TensorSource."""
+    def read(self, cuts: Cuts) -> Iterator[tuple[str, torch.Tensor]]:
+        """See TensorSource. Of a tensor that is cut, only the slice is read."""
         for path, names in self._files.items():
             with _opened(path) as file:
                 for name in names:
-                    yield name, file.get_tensor(name)
+                    cut = cuts.get(name.removeprefix(PREFIX))
+                    yield name, file.get_tensor(name) if cut is None else _slice(file, name, cut)
+
+
+def _slice(file: Any, name: str, cut: Cut) -> torch.Tensor:
+    stored = file.get_slice(name)
+    if not cut.fits(stored.get_shape()):
+        whole: torch.Tensor = file.get_tensor(name)
+        return whole
+    part: torch.Tensor = stored[(slice(None),) * cut.axis + (slice(cut.start, cut.stop),)]
+    return part
 
 
 def _opened(path: Path) -> safe_open:
@@ -122,24 +134,31 @@ def _slots(module: nn.Module | None, part: int | None) -> Mapping[str, Slot]:
     return {leaf: getattr(module, leaf) for leaf in _LEAVES if getattr(module, leaf, None) is not None}
 
 
-def load(source: TensorSource, wanted: Destinations, optional: Destinations, ignored: tuple[str, ...]) -> None:
+def load(
+    source: TensorSource,
+    wanted: Destinations,
+    optional: Destinations,
+    ignored: tuple[str, ...],
+    cuts: Cuts = NO_CUTS,
+) -> None:
     """Fill every wanted destination.
 
     Args:
         source: the checkpoint; the prefix `model.` of its names is optional.
         wanted, optional: what must and what may come.
         ignored: endings of names that a checkpoint may hold and nobody needs.
+        cuts: slices of tensors that are read in place of the whole.
 
     Raises:
         ConfigError: tensors are missing, left over, or of another shape; it names them.
     """
-    names = {name: name.removeprefix("model.") for name in source.names()}
+    names = {name: name.removeprefix(PREFIX) for name in source.names()}
     present = set(names.values())
     extra = [n for n, key in names.items() if key not in wanted and key not in optional and not n.endswith(ignored)]
     _refuse("the checkpoint lacks tensors", [name for name in wanted if name not in present])
     _refuse("the checkpoint holds tensors that this model has no place for", extra)
     started = shown = time.monotonic()
-    for done, (name, tensor) in enumerate(source.read()):
+    for done, (name, tensor) in enumerate(source.read(cuts)):
         view = wanted.get(names[name], optional.get(names[name]))
         if view is None:
             continue

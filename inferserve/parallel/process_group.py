@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from inferserve.errors import RankLost
+from inferserve.errors import ConfigError, RankLost
 from inferserve.parallel.all_reduce import AllReduce, Collective, Symmetric, reachable
 from inferserve.parallel.ranks import LEADER
 
@@ -70,28 +70,43 @@ class ProcessGroup:
             return int(value.item())
 
 
-def join(rank: int, size: int, device: torch.device, run_dir: Path, all_reduce: str) -> ProcessGroup:
-    """Meet the other ranks; returns when all are there.
+@contextmanager
+def joined(rank: int, size: int, device_type: str, run_dir: Path, all_reduce: str) -> Iterator[ProcessGroup]:
+    """Meet the other ranks, and be one of them while the block runs.
 
     Args:
         rank, size: which one this is of how many.
-        device: where its tensors live; on CUDA a device with index, already current.
+        device_type: cpu, or cuda: then GPU number `rank` becomes the current device.
         run_dir: private directory that all ranks share.
         all_reduce: `--all-reduce`.
 
-    Raises RankLost if the others do not come.
+    Raises ConfigError if there are fewer GPUs, RankLost if the others do not come.
     """
+    device = _own_device(rank, size, device_type)
     with _together():
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "gloo" if device.type == "cpu" else "nccl",
             store=dist.FileStore(str(run_dir / _STORE), size),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=TIMEOUT_S),
-            device_id=device if device.type == "cuda" else None,
+            device_id=None if device.type == "cpu" else device,
         )
     group = dist.group.WORLD
-    plain = ProcessGroup(group, device, Collective(group))
-    if all_reduce != "symmetric" or device.type != "cuda" or not plain.least(reachable(rank, size)):
-        return plain
-    return ProcessGroup(group, device, Symmetric(group, device, Collective(group)))
+    ranks = ProcessGroup(group, device, Collective(group))
+    if all_reduce == "symmetric" and device.type == "cuda" and ranks.least(reachable(rank, size)):
+        ranks = ProcessGroup(group, device, Symmetric(group, device, Collective(group)))
+    try:
+        yield ranks
+    finally:
+        if device.type == "cpu":  # NCCL would wait for work in flight, which may never end
+            dist.destroy_process_group()
+
+
+def _own_device(rank: int, size: int, device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.device_count() < size:
+        raise ConfigError(f"--tp {size}: torch finds {torch.cuda.device_count()} CUDA devices")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)

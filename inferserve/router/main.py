@@ -9,7 +9,7 @@ from inferserve.errors import PeerGone
 from inferserve.log import event
 from inferserve.metrics.client import MetricsClient
 from inferserve.process import Child, Waiter
-from inferserve.protocol.boot import ROLE_HTTP
+from inferserve.protocol.boot import ROLE_ENGINE, ROLE_HTTP, process_name
 from inferserve.protocol.messages import Commands, Dropped, EngineMessage, HttpMessage, RouterMessage
 from inferserve.router.loop import Router
 from inferserve.router.observe import Observer
@@ -18,7 +18,6 @@ from inferserve.shm.slots import SlotTable
 
 log = logging.getLogger(__name__)
 
-ENGINE_RANKS = ("engine-0",)
 _POLL_RESOLUTION_S = 0.001
 
 
@@ -27,7 +26,8 @@ class ChannelLinks:
 
     def __init__(self, child: Child) -> None:
         workers = range(child.config.http.httpserver_workers)
-        self._engines = [child.outbox(name, EngineMessage) for name in ENGINE_RANKS]
+        ranks = range(child.config.parallel.tp)
+        self._engines = [child.outbox(process_name(ROLE_ENGINE, i), EngineMessage) for i in ranks]
         self._http = [child.outbox(f"{ROLE_HTTP}-{i}", HttpMessage) for i in workers]
         self._slots_per_worker = child.config.slots_per_worker
 
