@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import schema
 from inferserve.engine.calibration import made_up_steps
-from inferserve.engine.cost_model import StepCost, chunk_pairs, fit, tiled
+from inferserve.engine.cost_model import StepCost, chunk_pairs, fit, padded
 from inferserve.engine.pacing import Pace, Target
 from inferserve.engine.planner import Budget, StepPlan, has_room, next_to_start, plan_step
 from inferserve.engine.rows import DECODING, FILLING, FREE, QUEUED, EndRules, Rows
@@ -41,7 +41,7 @@ TOKEN_FLOPS = 15.0e9
 
 def step_ms(step: StepCost) -> float:
     """What a step takes on the pretended device."""
-    tokens = step.tokens if step.tokens <= 64 else tiled(step.tokens)
+    tokens = step.tokens if step.tokens <= 64 else padded(step.tokens)
     gemm = float(np.interp(tokens, GEMM_TOKENS, GEMM_MS))
     return (
         gemm

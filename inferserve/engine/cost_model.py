@@ -7,6 +7,7 @@ shares are non-negative, so a bad measurement cannot make a larger step look che
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +18,10 @@ from numpy.typing import NDArray
 Doubles = NDArray[np.float64]
 
 TILE = 64
-"""Rows of a step are computed in multiples of this many (tiles of the matrix units, token buckets of the graphs)."""
+"""Tokens that a tile of the matrix units takes."""
+
+SIZES = (64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192)
+"""Tokens that captured steps are made for: whole tiles, dense where padding would cost most."""
 
 _KNOTS = (128, 256, 512)
 """Token counts at which the slope of the matrix products may rise."""
@@ -39,9 +43,10 @@ class StepCost(NamedTuple):
     sampled: int
 
 
-def tiled(tokens: int) -> int:
-    """`tokens` rounded up to whole tiles."""
-    return -(-tokens // TILE) * TILE
+def padded(tokens: int) -> int:
+    """What a step of `tokens` is padded to: the next of SIZES, beyond the last one to whole tiles."""
+    at = bisect_left(SIZES, tokens)
+    return SIZES[at] if at < len(SIZES) else -(-tokens // TILE) * TILE
 
 
 def chunk_pairs(before: int, tokens: int) -> float:
@@ -50,7 +55,7 @@ def chunk_pairs(before: int, tokens: int) -> float:
 
 
 def _features(step: StepCost) -> tuple[float, ...]:
-    tokens = tiled(step.tokens)
+    tokens = padded(step.tokens)
     hinges = (max(0, tokens - knot) for knot in _KNOTS)
     return (1.0, tokens, *hinges, step.kv, step.pairs, step.sampled)
 

@@ -19,6 +19,7 @@ import torch
 from inferserve.attention.base import Bucket, CapturableAttention, HostRows
 from inferserve.config.schema import EnginePart
 from inferserve.engine import static_inputs
+from inferserve.engine.cost_model import SIZES
 from inferserve.engine.recorder import Recorder, Run
 from inferserve.engine.staging import DeviceRows
 from inferserve.engine.static_inputs import StaticInputs, Upload
@@ -30,8 +31,6 @@ from inferserve.models.spec import CapturableModel
 
 log = logging.getLogger(__name__)
 
-_MIXED = (64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192)
-"""Tokens of mixed buckets: multiples of the 64 rows of a matrix tile, dense where padding would cost most."""
 _PROGRESS_EVERY_S = 1.0
 _PROBES = 4
 _NO_ROWS = HostRows(np.empty(0, np.int32), 0, np.empty(0, np.int32), np.empty(0, np.int32))
@@ -50,7 +49,7 @@ def buckets(engine: EnginePart, max_rows: int, max_tokens: int) -> tuple[Bucket,
     every, grow = engine.graph_split_batch_size, engine.graph_grow_step_size
     decode = {*range(1, min(every, most) + 1), *range((every // grow + 1) * grow, most, grow), most}
     limit = engine.prefill_cudagraph_max_handle_token
-    mixed = [tokens for tokens in _MIXED if tokens <= limit and tokens < max_tokens]
+    mixed = [tokens for tokens in SIZES if tokens <= limit and tokens < max_tokens]
     if max_tokens <= limit:
         mixed.append(max_tokens)
     found = [Bucket(n, n, 0) for n in decode] + [Bucket(n, min(n, max_rows), min(n, max_rows)) for n in mixed]

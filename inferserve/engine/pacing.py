@@ -6,11 +6,12 @@ them, stay here. Without a cost model every step may be as large as the fixed bu
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from inferserve.engine.cost_model import TILE, CostModel, StepCost, chunk_pairs, tiled
+from inferserve.engine.cost_model import SIZES, TILE, CostModel, StepCost, chunk_pairs
 from inferserve.engine.planner import Budget, in_order
 from inferserve.engine.rows import DECODING, FILLING, QUEUED, Rows
 from inferserve.engine.step import Ints, StepBatch
@@ -58,6 +59,7 @@ class Pace:
         self._model = model
         self._target = target or Target()
         self._factor = 1.0
+        self._sizes = [*(size for size in SIZES if size < fixed.tokens), fixed.tokens]
 
     @property
     def factor(self) -> float:
@@ -107,7 +109,7 @@ class Pace:
         return 0
 
     def _prompts(self, decode: StepCost, rows: Rows, filling: Ints, before: Ints) -> int:
-        """Prompt tokens that keep the step within the target: whole tiles together with the decode rows."""
+        """Prompt tokens that keep the step within the target; with the decode rows they fill one of the sizes."""
         wanted = np.where(
             rows.state[filling] == FILLING,
             rows.fill[filling] - before,
@@ -115,15 +117,16 @@ class Pace:
         )
         parts = list(zip(before.tolist(), np.minimum(wanted, self._fixed.chunk).tolist(), strict=True))
         target = self._limit(decode, decode.tokens + len(filling))
-        low = tiled(decode.tokens + LEAST_PROMPT) // TILE
-        high = max(low, tiled(min(self._fixed.tokens, decode.tokens + sum(want for _, want in parts))) // TILE)
+        sizes, most = self._sizes, min(self._fixed.tokens, decode.tokens + sum(want for _, want in parts))
+        low = min(bisect_left(sizes, decode.tokens + LEAST_PROMPT), len(sizes) - 1)
+        high = max(low, bisect_left(sizes, most))
         while low < high:
             middle = (low + high + 1) // 2
-            if self._time(_with_prompts(decode, parts, middle * TILE - decode.tokens)) <= target:
+            if self._time(_with_prompts(decode, parts, sizes[middle] - decode.tokens)) <= target:
                 low = middle
             else:
                 high = middle - 1
-        return low * TILE - decode.tokens
+        return max(0, sizes[low] - decode.tokens)
 
 
 def _with_prompts(decode: StepCost, parts: list[tuple[int, int]], tokens: int) -> StepCost:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inferserve.engine.cost_model import tiled
+from inferserve.engine.cost_model import padded
 from inferserve.engine.proposer import NO_DRAFTS, Drafts, Proposer, draft
 from inferserve.engine.rows import DECODING, FILLING, PAUSED, QUEUED, EndRules, Rows
 from inferserve.engine.step import Ints
@@ -33,7 +33,7 @@ class Budget:
         chunk: query tokens of one sequence.
         whole_prompts: a prompt is computed in one step or not yet.
         prompts: prompt tokens of a step in which rows decode; None = as many as `tokens` leaves. With drafts it may be
-            some more, up to the next whole tile of the step.
+            some more, up to the size that the step is padded to.
         drafts: draft tokens that a row may check.
     """
 
@@ -115,7 +115,7 @@ def plan_step(
         return _plan_whole(decode, filling, wanted, budget, available)
     if budget.prompts is not None:
         beside = len(decode) + len(drafts.rows) + drafts.tokens
-        left = min(left, tiled(beside + budget.prompts) - beside if drafts.rows else budget.prompts)
+        left = min(left, padded(beside + budget.prompts) - beside if drafts.rows else budget.prompts)
     chunks = _cut(wanted, budget.chunk, left)
     if not chunks and not len(decode) and not drafts.rows:
         return SHORT

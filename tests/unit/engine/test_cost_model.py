@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferserve.engine.cost_model import CostModel, StepCost, chunk_pairs, fit, nnls, tiled
+from inferserve.engine.cost_model import CostModel, StepCost, chunk_pairs, fit, nnls, padded
 
 GEMM_MS = {64: 4.27, 128: 4.66, 256: 7.12, 512: 11.8, 1024: 21.0, 4096: 80.0}
 """Matrix products of one step of an 8B model on an H200, by tokens."""
 
 
 def h200(step: StepCost) -> float:
-    gemm = float(np.interp(tiled(step.tokens), list(GEMM_MS), list(GEMM_MS.values())))
+    gemm = float(np.interp(padded(step.tokens), list(GEMM_MS), list(GEMM_MS.values())))
     return gemm + step.kv * 131e3 / 4.26e9 + step.pairs * 524e3 / 400e9 + 0.3 + 0.001 * step.sampled
 
 
@@ -50,8 +50,8 @@ def test_equal_times_give_a_constant() -> None:
     assert model.milliseconds(StepCost(8192, 10**6, 1e7, 256)) == pytest.approx(10.0, rel=0.01)
 
 
-def test_tiles_and_pairs() -> None:
-    assert [tiled(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
+def test_sizes_and_pairs() -> None:
+    assert [padded(n) for n in (1, 64, 65, 385, 8192, 8193)] == [64, 64, 128, 512, 8192, 8256]
     assert chunk_pairs(0, 4) == 1 + 2 + 3 + 4
     assert chunk_pairs(10, 2) == 11 + 12
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferserve.engine.batch import build_batch
-from inferserve.engine.cost_model import CostModel, StepCost, chunk_pairs, fit
+from inferserve.engine.cost_model import SIZES, CostModel, StepCost, chunk_pairs, fit, padded
 from inferserve.engine.pacing import LEAST_PROMPT, Pace, Target, cost_of
 from inferserve.engine.planner import Budget, StepPlan, plan_step
 from inferserve.engine.rows import DECODING, FILLING, PAUSED, QUEUED, EndRules, Rows
@@ -55,13 +55,13 @@ def test_prompts_alone_get_all_there_is(model: CostModel) -> None:
 
 @pytest.mark.parametrize(("decoding", "context"), [(1, 128), (16, 1152), (64, 1152), (200, 1152), (256, 4096)])
 @pytest.mark.parametrize("target", [Target(ratio=1.35, share=0), Target(ratio=2.5, share=0), Target(ms=14.0)])
-def test_a_step_stays_within_its_target_and_is_whole_tiles(
+def test_a_step_stays_within_its_target_and_fills_a_size(
     model: CostModel, decoding: int, context: int, target: Target
 ) -> None:
     rows, length = running(decoding, context, *[(QUEUED, 0, 1024)] * 20)
     prompts = Pace(LIMITS, model, target).budget(rows, length).prompts
     assert prompts is not None and prompts >= LEAST_PROMPT
-    assert (decoding + prompts) % 64 == 0
+    assert decoding + prompts in SIZES
     alone = model.milliseconds(decode_cost(decoding, context))
     limit = target.ms or target.ratio * alone
 
@@ -70,8 +70,8 @@ def test_a_step_stays_within_its_target_and_is_whole_tiles(
         pairs = whole * chunk_pairs(0, 1024) + chunk_pairs(0, rest)
         return model.milliseconds(decode_cost(decoding, context)._replace(tokens=decoding + tokens, pairs=pairs))
 
-    assert time_of(prompts) <= limit or prompts < LEAST_PROMPT + 64
-    assert time_of(prompts + 64) > limit
+    assert time_of(prompts) <= limit or padded(decoding + LEAST_PROMPT) == decoding + prompts
+    assert time_of(padded(decoding + prompts + 1) - decoding) > limit
 
 
 def test_every_sequence_gets_its_share_for_prompts(model: CostModel) -> None:
