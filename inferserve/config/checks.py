@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from inferserve.config.model_config import ModelConfig
 from inferserve.config.schema import ServerConfig
 from inferserve.protocol.sampling import MAX_N
 
@@ -31,7 +32,9 @@ _RANGES = (
     _Range("engine", "pipeline_depth", -1, 1),
     _Range("engine", "spec_tokens", 0, 16),
     _Range("engine", "fake_step_ms", 0, 60_000),
+    _Range("engine", "fake_period", 0, 2**24),
     _Range("engine", "fake_kv_tokens", 0, 2**40),
+    _Range("parallel", "tp", 1, 64),
     _Range("schedule", "running_max_req_size", 1, 65_536),
     _Range("schedule", "max_queued_requests", 0, 1_000_000),
     _Range("schedule", "batch_max_tokens", 0, 2**24),
@@ -92,7 +95,7 @@ def _engine(config: ServerConfig) -> list[str]:
     if not fake:
         problems += [
             f"{option(name)} needs --engine fake"
-            for name in ("fake_step_ms", "fake_kv_tokens")
+            for name in ("fake_step_ms", "fake_period", "fake_kv_tokens")
             if getattr(engine, name)
         ]
     if engine.attention_backend == "triton" and engine.device == "cpu":
@@ -141,6 +144,20 @@ def _schedule(config: ServerConfig) -> list[str]:
             )
     elif batch and batch < chunk:
         problems.append(f"--batch-max-tokens {batch} is less than --chunked-prefill-size {chunk}")
+    return problems
+
+
+def check_tp(config: ServerConfig, model: ModelConfig) -> list[str]:
+    """Why `model` cannot be held by --tp ranks: heads and the MLP are divided, KV heads divided or repeated evenly."""
+    tp, kv_heads = config.parallel.tp, model.num_kv_heads
+    parts = {"num_attention_heads": model.num_heads, "intermediate_size": model.intermediate_size}
+    problems = [f"--tp {tp}: does not divide {name} {size} of config.json" for name, size in parts.items() if size % tp]
+    if kv_heads % tp and tp % kv_heads:
+        problems.append(
+            f"--tp {tp}: neither divides num_key_value_heads {kv_heads} of config.json nor is a multiple of it"
+        )
+    if tp > 1 and config.engine.model_backend == "transformers":
+        problems.append(f"--tp {tp} contradicts --model-backend transformers, which holds a model in one process")
     return problems
 
 

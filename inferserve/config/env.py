@@ -48,6 +48,12 @@ def cuda_hidden() -> bool:
     return visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
 
 
+def cuda_devices() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names; None when it is not set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+
+
 def child_environment(*, one_thread: bool) -> dict[str, str]:
     """The environment of a child process; ours stays here, since children are told everything in their boot record.
 

@@ -50,6 +50,14 @@ def cuda_problem() -> str:
     return f"torch {version} is built for CPU only" if version.endswith("+cpu") else ""
 
 
+def gpu_count() -> int:
+    """How many GPUs this process may use: those that exist, or those of them that CUDA_VISIBLE_DEVICES names."""
+    existing = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+    existing = existing or sum(1 for _ in (_PROC / "driver/nvidia/gpus").glob("*"))
+    named = env.cuda_devices()
+    return existing if named is None else min(existing, len(named))
+
+
 def gpu_memory() -> tuple[int, int] | None:
     """(free, total) bytes of the first visible GPU as nvidia-smi tells; None when it cannot be asked."""
     command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]

@@ -11,9 +11,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from inferserve.config.checks import check_resolved, check_settings
+from inferserve.config.checks import check_resolved, check_settings, check_tp
 from inferserve.config.dummy_model import completed, weight_count
-from inferserve.config.machine import cpu_count, cuda_problem
+from inferserve.config.machine import cpu_count, cuda_problem, gpu_count
 from inferserve.config.model_files import ModelFiles, read_model
 from inferserve.config.model_source import ModelSource, Report, check_path, locate
 from inferserve.config.quantization import ALIASES
@@ -56,6 +56,7 @@ def resolve(asked: ServerConfig, report: Report = _report) -> ServerConfig:
     config = _fill(asked, source, files)
     problems = [*check_resolved(config, files.config.context_length), *_check_rope(config, files)]
     problems += _check_quantization(asked, files)
+    problems += [] if fake else check_tp(config, files.config)
     if problems:
         raise ConfigError(*problems)
     return config
@@ -99,6 +100,9 @@ def _check_device(asked: ServerConfig) -> list[str]:
     problem = cuda_problem() if asked.engine.device == "cuda" else ""
     if problem:
         return [f"--device cuda: {problem}"]
+    tp = asked.parallel.tp
+    if tp > 1 and asked.engine.device != "cpu" and not cuda_problem() and tp > gpu_count():
+        return [f"--tp {tp}: GPUs visible here: {gpu_count()}"]
     if asked.engine.attention_backend == "triton" and asked.engine.device == "auto" and cuda_problem():
         return [f"--attention-backend triton needs a GPU: {cuda_problem()}"]
     return []
@@ -108,7 +112,7 @@ def _check_device(asked: ServerConfig) -> list[str]:
 
 
 def _fill(asked: ServerConfig, source: ModelSource, files: ModelFiles) -> ServerConfig:
-    engine = _engine(asked.engine)
+    engine = _engine(asked.engine, asked.parallel.tp)
     model = _model(asked, source, files, engine.device)
     return replace(
         asked,
@@ -119,7 +123,7 @@ def _fill(asked: ServerConfig, source: ModelSource, files: ModelFiles) -> Server
     )
 
 
-def _engine(asked: EnginePart) -> EnginePart:
+def _engine(asked: EnginePart, tp: int) -> EnginePart:
     fake = asked.engine == "fake"
     device = asked.device
     if device == "auto":
@@ -131,7 +135,7 @@ def _engine(asked: EnginePart) -> EnginePart:
         asked,
         device=device,
         attention_backend=attention,
-        cpu_threads=asked.cpu_threads or cpu_count(),
+        cpu_threads=asked.cpu_threads or max(1, cpu_count() // tp),
         spec_tokens=asked.spec_tokens or _SPEC_TOKENS[asked.spec_mode],
         pipeline_depth=asked.pipeline_depth if asked.pipeline_depth >= 0 else int(device == "cuda"),
         fake_kv_tokens=(asked.fake_kv_tokens or asked.max_total_token_num or _FAKE_KV_TOKENS) if fake else 0,

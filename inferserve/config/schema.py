@@ -67,7 +67,7 @@ class EnginePart:
     )
     max_total_token_num: int = flag(0, "KV pool, tokens", auto="what --mem-fraction leaves")
     disable_dynamic_prompt_cache: bool = flag(False, "no prefix cache")
-    cpu_threads: int = flag(0, "torch threads on CPU", auto="all cores")
+    cpu_threads: int = flag(0, "torch threads on CPU, of each engine process", auto="all cores / --tp")
     warmup: bool = flag(True, "run one step before reporting ready")
     debug_checks: bool = flag(False, "audit the KV ledger when idle")
     disable_cudagraph: bool = flag(False, "launch every step from Python instead of replaying CUDA graphs")
@@ -94,6 +94,7 @@ class EnginePart:
     spec_tokens: int = flag(0, "tokens guessed at a time", auto="4 with --spec-mode ngram")
     pipeline_depth: int = flag(-1, "steps launched before results are read", auto="1 on CUDA, 0 on CPU")
     fake_step_ms: float = flag(0.0, "--engine fake: milliseconds a step takes")
+    fake_period: int = flag(0, "--engine fake: output tokens after which an output repeats itself; 0 = never")
     fake_kv_tokens: int = flag(0, "--engine fake: size of the pretended KV pool", auto="1048576")
 
 

@@ -17,16 +17,18 @@ _INT32 = 2**31 - 1
 
 def check_weights(config: ServerConfig, dtype: torch.dtype, free: int, where: str) -> None:
     """Raise ConfigError if the weights alone cannot fit into `free` bytes."""
-    size = config.facts.weights * dtype.itemsize
+    size = config.facts.weights * dtype.itemsize // config.parallel.tp
+    shared = f" on each of --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
     if size > free:
         raise ConfigError(
-            f"too little memory: {config.facts.weights} weights take {size / GIB:.1f} GiB as"
+            f"too little memory: {config.facts.weights} weights take {size / GIB:.1f} GiB{shared} as"
             f" {str(dtype).removeprefix('torch.')} (--data-type), {where} has {free / GIB:.1f} GiB free"
         )
 
 
 def host_tokens(config: ServerConfig, bytes_per_token: int, free: int) -> int:
-    """Size of a pool in host memory, tokens. `free` is what is left after loading, bytes."""
+    """Size of a pool in host memory, tokens. `free` is what is left after loading, bytes, for all ranks."""
+    free //= config.parallel.tp
     longest = config.model.max_req_total_len
     budget = int(free * config.engine.mem_fraction * _HOST_SHARE)
     useful = max(config.schedule.running_max_req_size * _TOKENS_PER_SEQUENCE, 4 * longest)

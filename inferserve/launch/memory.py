@@ -32,11 +32,12 @@ def memory_need(config: ServerConfig) -> MemoryNeed:
     """The least memory for a resolved `config`."""
     torch = config.engine.engine == "torch"
     size = _DTYPE_BYTES[config.model.data_type]
-    facts = config.facts
+    facts, ranks = config.facts, config.parallel.tp
     tokens = config.engine.max_total_token_num or config.model.max_req_total_len
     row = sum(element_bytes(c) for c in columns(config.model.max_req_total_len))
     return MemoryNeed(
-        processes=_PROCESS_BYTES * (4 + config.http.httpserver_workers) + (_TORCH_BYTES if torch else 0),
+        processes=_PROCESS_BYTES * (3 + ranks + config.http.httpserver_workers)
+        + (_TORCH_BYTES * ranks if torch else 0),
         # Pages appear on touch, and at most this many rows are in use at once, whichever worker's they are.
         slots=row * config.slots_per_worker,
         weights=facts.weights * size,
@@ -50,7 +51,7 @@ def check_memory(config: ServerConfig) -> None:
     model, host = need.weights + need.kv, need.processes + need.slots
     if config.engine.device == "cuda":
         free = gpu_memory()
-        problems = [] if free is None else _compare("GPU", model, free[0], config, need)
+        problems = [] if free is None else _compare("GPU", model // config.parallel.tp, free[0], config, need)
     else:
         problems, host = [], host + model
     problems += _compare("host", host, available_memory(), config, need)
