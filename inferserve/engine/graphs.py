@@ -31,6 +31,8 @@ from inferserve.models.spec import CapturableModel
 
 log = logging.getLogger(__name__)
 
+_FEW = (16, 32)
+"""Tokens of mixed buckets below those that the planner fills: a few rows check drafts, or finish short prompts."""
 _PROGRESS_EVERY_S = 1.0
 _PROBES = 4
 _NO_ROWS = HostRows(np.empty(0, np.int32), 0, np.empty(0, np.int32), np.empty(0, np.int32))
@@ -49,7 +51,7 @@ def buckets(engine: EnginePart, max_rows: int, max_tokens: int) -> tuple[Bucket,
     every, grow = engine.graph_split_batch_size, engine.graph_grow_step_size
     decode = {*range(1, min(every, most) + 1), *range((every // grow + 1) * grow, most, grow), most}
     limit = engine.prefill_cudagraph_max_handle_token
-    mixed = [tokens for tokens in SIZES if tokens <= limit and tokens < max_tokens]
+    mixed = [tokens for tokens in (*_FEW, *SIZES) if tokens <= limit and tokens < max_tokens]
     if max_tokens <= limit:
         mixed.append(max_tokens)
     found = [Bucket(n, n, 0) for n in decode] + [Bucket(n, min(n, max_rows), min(n, max_rows)) for n in mixed]

@@ -13,13 +13,25 @@ import torch
 from inferserve.attention.base import Bucket
 from inferserve.attention.reference import ReferenceAttention
 from inferserve.config.schema import EnginePart
-from inferserve.engine.graphs import Graphs, buckets
+from inferserve.engine.graphs import Graphs, Parts, buckets, measure
 from inferserve.engine.recorder import EagerRecorder, Run
 from inferserve.engine.runner import Runner
+from inferserve.engine.staging import DeviceRows
 from inferserve.engine.step import FROM_DEVICE, StepBatch
+from inferserve.kernels.dispatch import kernels_for
 from inferserve.kv.pool import KvPool
 from tests.fakes.listed_attention import ListedAttention
-from tests.fakes.tiny_decoder import BUCKETS, CPU, captured_runner, generate, plain_runner
+from tests.fakes.tiny_decoder import (
+    BUCKETS,
+    CPU,
+    LENGTH,
+    ROWS,
+    TOKENS,
+    captured_runner,
+    generate,
+    plain_runner,
+    random_decoder,
+)
 
 
 class CountingRecorder(EagerRecorder):
@@ -79,6 +91,26 @@ def step(rows: int, decode: int, tokens: int) -> StepBatch:
     return StepBatch(0, np.arange(rows), decode, none, none, np.zeros(tokens), none, none, none, (), none, none)
 
 
+def test_memory_of_graphs_is_foreseen_from_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10_000]
+
+    class Taking(EagerRecorder):
+        def record(self, run: Run) -> Run:
+            free[0] -= 10 * run().shape[0]
+            return run
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 10_000))
+    model = random_decoder(max_len=LENGTH)
+    pool = KvPool(model.kv_shapes, TOKENS, torch.float32, CPU)
+    parts = Parts(model, listed(pool), kernels_for(CPU), DeviceRows.make(ROWS, LENGTH, CPU), pool.spare)
+    with torch.inference_mode():
+        needed = measure(parts, BUCKETS, Taking())
+    # (24, mixed) and (7, decode) are the largest; of 16, 4, 2, 1 those but the first are tried.
+    assert needed == 240 + 70 + (40 + 20 + 10) * 4 * 5 // (4 * 3)
+
+
 def test_which_bucket_serves_a_step() -> None:
     graphs = captured()[0].graphs
     assert isinstance(graphs, Graphs) and len(graphs) == len(BUCKETS)
@@ -102,8 +134,8 @@ def test_what_is_captured() -> None:
     assert list(found) == sorted(found, reverse=True) and len(set(found)) == len(found)
     assert decode[::-1] == [1, 2, 3, 4, *range(8, 257, 8)]
     mixed = [b for b in found if b.chunks]
-    assert mixed[0] == Bucket(2048, 256, 256) and mixed[-1] == Bucket(64, 64, 64)
-    assert all(b.tokens % 64 == 0 for b in mixed)
+    assert mixed[0] == Bucket(2048, 256, 256) and mixed[-1] == Bucket(16, 16, 16)
+    assert all(b.tokens % 64 == 0 for b in mixed if b.tokens > 32)
     assert all(b.rows == b.tokens for b in found if not b.chunks)
 
 
@@ -114,5 +146,5 @@ def test_what_is_captured_follows_the_flags() -> None:
     assert not any(b.chunks for b in buckets(EnginePart(prefill_cudagraph_max_handle_token=0), 256, 8448))
     assert buckets(EnginePart(disable_cudagraph=True), 256, 8448) == ()
     few = buckets(EnginePart(), 3, 100)
-    assert few == (Bucket(100, 3, 3), Bucket(64, 3, 3), Bucket(3, 3, 0), Bucket(2, 2, 0), Bucket(1, 1, 0))
+    assert few == (*(Bucket(n, 3, 3) for n in (100, 64, 32, 16)), Bucket(3, 3, 0), Bucket(2, 2, 0), Bucket(1, 1, 0))
     assert buckets(EnginePart(), 1, 1) == (Bucket(1, 1, 1), Bucket(1, 1, 0))
