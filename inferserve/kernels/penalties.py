@@ -11,16 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from inferserve.kernels.logit_pieces import PENALTIES
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,7 @@ class PenaltyParams:
     """Whom to penalise and how, one column a row.
 
     Attributes:
-        table: int32 [8, N] on the device, as `columns` makes it: which row of the logits, which sampled row, which line
+        table: int32 [8, N] on the device: which row of the logits, which sampled row, which line
             of the histories, prompt's share of that line, its length; the bits of float32 repetition, presence,
             frequency.
         longest: host's largest length.
@@ -36,25 +31,6 @@ class PenaltyParams:
 
     table: torch.Tensor
     longest: int
-
-    @staticmethod
-    def columns(
-        where: Ints,
-        sampled: Ints,
-        line: Ints,
-        prompt: Ints,
-        total: Ints,
-        repetition: Floats,
-        presence: Floats,
-        frequency: Floats,
-    ) -> NDArray[np.int32]:
-        """The table on the host, from [N] each; the last three float32."""
-        table = np.empty((8, len(where)), np.int32)
-        for row, ints in enumerate((where, sampled, line, prompt, total)):
-            table[row] = ints
-        for row, floats in enumerate((repetition, presence, frequency)):
-            table[5 + row] = floats.view(np.int32)
-        return table
 
 
 @triton.jit

@@ -14,16 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from inferserve.kernels.launch_config import FILTER
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.integer]
 
 _FIRST_CANDIDATES = 256
 _LOWER_BITS = 15
@@ -35,7 +30,7 @@ class FilterParams:
     """What to draw, one column a row.
 
     Attributes:
-        table: int32 [7, P] on the device of the logits, as `columns` makes it: the bits of float32 temperature > 0,
+        table: int32 [7, P] on the device of the logits: the bits of float32 temperature > 0,
             top_p in (0, 1] (1 = off), min_p in [0, 1] (0 = off) and uniform number in [0, 1); top_k >= 1 (vocabulary
             size or more = off); which row of the logits, and which entry of the result.
         filtered: host's knowledge that some row has one of the three on; only the twin looks at it, and at
@@ -47,17 +42,6 @@ class FilterParams:
     filtered: bool
     max_top_k: int
     whole: bool
-
-    @staticmethod
-    def columns(
-        temperature: Floats, top_p: Floats, min_p: Floats, uniform: Floats, top_k: Ints, source: Ints, target: Ints
-    ) -> Ints:
-        """The table on the host, from [P] each; the first four float32."""
-        table = np.empty((7, len(top_k)), np.int32)
-        for row, floats in enumerate((temperature, top_p, min_p, uniform)):
-            table[row] = floats.view(np.int32)
-        table[4], table[5], table[6] = top_k, source, target
-        return table
 
     def floats(self, row: int) -> torch.Tensor:
         """One of the first four, float32 [P]."""

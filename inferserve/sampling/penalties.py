@@ -16,15 +16,6 @@ from inferserve.kernels.penalties import PenaltyParams
 from inferserve.protocol.sampling import SamplingParams
 from inferserve.sampling.upload import upload
 
-_SLOT = np.dtype(
-    [
-        ("prompt", np.int64),
-        ("total", np.int64),
-        ("repetition", np.float32),
-        ("presence", np.float32),
-        ("frequency", np.float32),
-    ]
-)
 _FIRST_ROWS, _FIRST_COLUMNS = 8, 256
 
 Ints = NDArray[np.int32]
@@ -45,8 +36,9 @@ class Penalties:
         self._device = device
         self._kernels = kernels_for(device)
         self._history = torch.zeros((_FIRST_ROWS, _FIRST_COLUMNS), dtype=torch.int64, device=device)
-        self._slots = np.zeros(_FIRST_ROWS, _SLOT)
-        self._slot_of: dict[int, int] = {}
+        # Rows of `PenaltyParams.table` from the fourth on, by slot: prompt, total, and the bits of three strengths.
+        self._columns = np.zeros((5, _FIRST_ROWS), np.int32)
+        self._slot_of = np.full(max_rows, -1, np.int32)
         self._free = list(range(_FIRST_ROWS))
 
     def open(self, row: int, params: SamplingParams, prompt: Ints, output: Ints) -> None:
@@ -57,23 +49,19 @@ class Penalties:
         # An id that the model cannot emit has no logit to penalise; entry `vocab_size` is the spare one.
         tokens[(tokens < 0) | (tokens >= self._vocab_size)] = self._vocab_size
         if not self._free:
-            self._grow(min(2 * len(self._slots), self._most[0]), self._history.shape[1])
+            self._grow(min(2 * self._history.shape[0], self._most[0]), self._history.shape[1])
         slot = self._slot_of[row] = self._free.pop()
         self._reserve(len(tokens))
-        self._slots[slot] = (
-            len(distinct),
-            len(tokens),
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
+        self._columns[:2, slot] = len(distinct), len(tokens)
+        strengths = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self._columns[2:, slot] = np.array(strengths, np.float32).view(np.int32)
         self._history[slot, : len(tokens)] = upload(tokens, self._device)
 
     def close(self, row: int) -> None:
         """Forget `row`."""
-        slot = self._slot_of.pop(row, None)
-        if slot is not None:
-            self._free.append(slot)
+        if self._slot_of[row] >= 0:
+            self._free.append(int(self._slot_of[row]))
+            self._slot_of[row] = -1
 
     def apply(self, work: torch.Tensor, where: Longs, sampled: Longs, rows: Ints) -> PenaltyParams:
         """Penalise in place; returns what `append` needs.
@@ -83,15 +71,15 @@ class Penalties:
             where: int64 [N], indexes into P. sampled: int64 [N], indexes into the step's results.
             rows: int32 [N], their rows, each with a history and no two alike.
         """
-        slots = np.fromiter(map(self._slot_of.__getitem__, rows.tolist()), np.int64, len(rows))
-        state = self._slots[slots]
-        longest = int(state["total"].max())
+        slots = self._slot_of[rows]
+        table = np.empty((8, len(rows)), np.int32)
+        table[0], table[1], table[2] = where, sampled, slots
+        table[3:] = self._columns[:, slots]
+        longest = int(table[4].max())
         self._reserve(longest + 1)
-        strengths = (state[name] for name in ("repetition", "presence", "frequency"))
-        table = PenaltyParams.columns(where, sampled, slots, state["prompt"], state["total"], *strengths)
         params = PenaltyParams(upload(table, self._device), longest)
         self._kernels.penalise(work, params, self._history)
-        self._slots["total"][slots] += 1
+        self._columns[1, slots] += 1
         return params
 
     def append(self, params: PenaltyParams, token_ids: torch.Tensor) -> None:
@@ -100,11 +88,11 @@ class Penalties:
 
     def _reserve(self, columns: int) -> None:
         if columns > self._history.shape[1]:
-            self._grow(len(self._slots), max(columns, min(2 * self._history.shape[1], self._most[1])))
+            self._grow(self._history.shape[0], max(columns, min(2 * self._history.shape[1], self._most[1])))
 
     def _grow(self, rows: int, columns: int) -> None:
         history = torch.zeros((rows, columns), dtype=torch.int64, device=self._device)
         history[: self._history.shape[0], : self._history.shape[1]] = self._history
-        self._free += range(len(self._slots), rows)
-        self._slots = np.concatenate((self._slots, np.zeros(rows - len(self._slots), _SLOT)))
+        self._free += range(self._history.shape[0], rows)
+        self._columns = np.pad(self._columns, ((0, 0), (0, rows - self._history.shape[0])))
         self._history = history

@@ -21,35 +21,22 @@ from torch import Tensor
 from inferserve.kernels.dispatch import kernels_for
 from inferserve.kernels.sampling_filter import FilterParams
 from inferserve.protocol.sampling import SamplingParams
+from inferserve.sampling.draws import DrawParams
 from inferserve.sampling.penalties import Penalties, has_penalties
 from inferserve.sampling.token_edits import TokenEdits
-from inferserve.sampling.uniform import uniform
 from inferserve.sampling.upload import upload
 
 Ints = NDArray[np.int32]
 Indexes = NDArray[np.intp]
+Kinds = NDArray[np.uint8]
 
 _ALIGN = 16
 """Rows of the working copy are padded to a multiple of this many floats, one of them spare (see `Penalties`)."""
 
-_ROW = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("top_k", np.int32),
-        ("seed", np.uint64),
-        ("drawn", np.bool_),
-        ("biased", np.bool_),
-        ("penalised", np.bool_),
-        ("min_tokens", np.int32),
-        ("logprobs", np.int32),
-    ]
-)
-"""What the host knows of a row; `drawn` = not greedy, `logprobs` = alternatives wanted, -1 for no logprobs at all."""
 
-_CLOSED = np.array((0, 1, 0, 1, 0, False, False, False, 0, -1), _ROW)
-"""A row that nobody holds is plain greedy."""
+# What a row needs beside the argmax of its logits: bits of its kind.
+_DRAWN, _BIASED, _PENALISED, _SHORT, _LOGPROBS = 1, 2, 4, 8, 16
+_EDITED = _BIASED | _PENALISED | _SHORT
 
 
 @dataclass(frozen=True)
@@ -98,7 +85,10 @@ class Sampler:
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._rows = np.full(max_rows, _CLOSED)
+        self._kinds = np.zeros(max_rows, np.uint8)
+        self._draws = DrawParams(max_rows, vocab_size)
+        self._min_tokens = np.zeros(max_rows, np.int32)
+        self._alternatives = np.zeros(max_rows, np.int32)
         self._edits = TokenEdits(vocab_size, eos_ids)
         self._penalties = Penalties(max_rows, max_len, vocab_size, device)
         self._kernels = kernels_for(device)
@@ -107,28 +97,24 @@ class Sampler:
     def open_row(self, row: int, params: SamplingParams, prompt: Ints, output: Ints) -> None:
         """A sequence takes `row`; `output` (int32, like `prompt`) is what it has said before a pause."""
         self.close_row(row)
-        penalised = has_penalties(params)
-        top_k = self._vocab_size if params.top_k < 1 else min(params.top_k, self._vocab_size)
-        logprobs = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
-        self._rows[row] = (
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            top_k,
-            params.seed,
-            not params.greedy,
-            bool(params.logit_bias),
-            penalised,
-            params.min_tokens,
-            logprobs,
-        )
+        kinds = {
+            _DRAWN: not params.greedy,
+            _BIASED: bool(params.logit_bias),
+            _PENALISED: has_penalties(params),
+            _SHORT: params.min_tokens > 0,
+            _LOGPROBS: params.logprobs is not None,
+        }
+        self._kinds[row] = sum(kind for kind, wanted in kinds.items() if wanted)
+        self._draws.open(row, params)
+        self._min_tokens[row] = params.min_tokens
+        self._alternatives[row] = min(params.logprobs or 0, self._vocab_size)
         self._edits.open(row, params)
-        if penalised:
+        if kinds[_PENALISED]:
             self._penalties.open(row, params, prompt, output)
 
     def close_row(self, row: int) -> None:
         """The sequence left `row`."""
-        self._rows[row] = _CLOSED
+        self._kinds[row] = 0
         self._edits.close(row)
         self._penalties.close(row)
 
@@ -141,85 +127,72 @@ class Sampler:
             rows: int32 [S], open rows.
             out_position: int32 [S], output position of the token to choose.
         """
-        state = self._rows[rows]
-        masked = out_position < state["min_tokens"]
-        edited = state["biased"] | state["penalised"] | masked
+        kinds = self._kinds[rows]
+        some = int(np.bitwise_or.reduce(kinds))
         token_ids, failed = self._kernels.argmax(logits)
+        if some & _SHORT:
+            # Long enough by now: nothing to mask.
+            kinds = np.where(out_position < self._min_tokens[rows], kinds, kinds & ~np.uint8(_SHORT))
+        edited = (kinds & _EDITED) != 0
         which = np.flatnonzero(edited)
         if len(which):
-            work = self._copy(logits, which)
-            self._edits.apply(work, pairs(state["biased"][which], rows[which]), pairs(masked[which], rows[which]))
-            self._choose(work, which, rows, state, out_position, token_ids)
-        plain = np.flatnonzero(state["drawn"] & ~edited)
-        if len(plain):
-            self._draw(logits, plain, plain, state, out_position, token_ids)
-        logprobs, tops = self._logprobs(logits, token_ids, state["logprobs"])
+            self._choose_edited(logits, which, kinds, rows, out_position, token_ids)
+        if some & _DRAWN:
+            plain = np.flatnonzero(((kinds & _DRAWN) != 0) & ~edited)
+            self._draw(logits, plain, plain, rows, out_position, token_ids)
+        logprobs = torch.full(token_ids.shape, torch.nan, dtype=torch.float32, device=self._device)
+        tops = None
+        if some & _LOGPROBS:
+            tops = self._logprobs(logits, token_ids, np.flatnonzero(kinds & _LOGPROBS), rows, logprobs)
         return Sampled(token_ids, logprobs, failed, tops)
 
-    def _copy(self, logits: Tensor, which: Indexes) -> Tensor:
-        """Float32 [E, width], the rows `which` to be changed; entries past the vocabulary are zero."""
-        width = (self._vocab_size + _ALIGN) // _ALIGN * _ALIGN
-        work = torch.empty((len(which), width), dtype=torch.float32, device=logits.device)
-        work[:, : self._vocab_size].copy_(
-            logits if len(which) == logits.shape[0] else logits.index_select(0, self._upload(which))
-        )
-        work[:, self._vocab_size :].zero_()
-        return work
-
-    def _choose(
-        self, work: Tensor, which: Indexes, rows: Ints, state: NDArray[Any], out_position: Ints, out: Tensor
+    def _choose_edited(
+        self, logits: Tensor, which: Indexes, kinds: Kinds, rows: Ints, out_position: Ints, out: Tensor
     ) -> None:
-        """Penalise copies of the rows `which` and write their tokens to `out`, int64 [S]."""
-        penalised = np.flatnonzero(state["penalised"][which])
+        """Tokens of the rows `which`, chosen from changed copies of their logits, into `out`, int64 [S]."""
+        index = self._upload(which)
+        width = (self._vocab_size + _ALIGN) // _ALIGN * _ALIGN
+        work = torch.empty((len(which), width), dtype=torch.float32, device=self._device)
+        changed = work[:, : self._vocab_size]
+        changed.copy_(logits if len(which) == logits.shape[0] else logits.index_select(0, index))
+        own, own_rows = kinds[which], rows[which]
+        self._edits.apply(work, (own & _BIASED) != 0, (own & _SHORT) != 0, own_rows)
+        penalised = np.flatnonzero(own & _PENALISED)
         history = None
         if len(penalised):
-            history = self._penalties.apply(work, penalised, which[penalised], rows[which[penalised]])
-        logits = work[:, : self._vocab_size]
-        drawn = np.flatnonzero(state["drawn"][which])
+            history = self._penalties.apply(work, penalised, which[penalised], own_rows[penalised])
+        drawn = np.flatnonzero(own & _DRAWN)
         if len(drawn) < len(which):
-            out.index_copy_(0, self._upload(which), self._kernels.argmax(logits)[0])
-        if len(drawn):
-            self._draw(logits, drawn, which[drawn], state, out_position, out)
+            out.index_copy_(0, index, self._kernels.argmax(changed)[0])
+        self._draw(changed, drawn, which[drawn], rows, out_position, out)
         if history is not None:
             self._penalties.append(history, out)
 
     def _draw(
-        self, logits: Tensor, source: Indexes, target: Indexes, state: NDArray[Any], out_position: Ints, out: Tensor
+        self, logits: Tensor, source: Indexes, target: Indexes, rows: Ints, out_position: Ints, out: Tensor
     ) -> None:
-        """Rows `source` of the logits to entries `target` of `out`, int64 [S]."""
-        own = state[target]
-        top_k = own["top_k"]
-        by_k = top_k < self._vocab_size
-        draws = uniform(own["seed"], out_position[target])
-        table = FilterParams.columns(own["temperature"], own["top_p"], own["min_p"], draws, top_k, source, target)
-        params = FilterParams(
-            table=self._upload(table),
-            filtered=bool((by_k | (own["top_p"] < 1.0) | (own["min_p"] > 0.0)).any()),
-            max_top_k=int(top_k[by_k].max(initial=0)),
-            whole=len(source) == logits.shape[0],
-        )
-        self._kernels.filter_sample(logits, params, out)
+        """Draw from the lines `source` of the logits for the sampled rows `target`; into `out`, int64 [S]."""
+        if len(source):
+            columns = self._draws.columns(source, target, rows[target], out_position[target])
+            params = FilterParams(
+                self._upload(columns.table), columns.filtered, columns.max_top_k, len(source) == logits.shape[0]
+            )
+            self._kernels.filter_sample(logits, params, out)
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, wanted: Ints) -> tuple[Tensor, Tops | None]:
-        logprobs = torch.full(token_ids.shape, torch.nan, dtype=torch.float32, device=logits.device)
-        askers = np.flatnonzero(wanted >= 0)
-        if not len(askers):
-            return logprobs, None
-        counts = wanted[askers]
+    def _logprobs(
+        self, logits: Tensor, token_ids: Tensor, askers: Indexes, rows: Ints, logprobs: Tensor
+    ) -> Tops | None:
+        """Fill float32 [S] where rows asked."""
+        counts = self._alternatives[rows[askers]]
         most = int(counts.max())
         ids, values = self._kernels.logprobs(logits, self._upload(askers), token_ids, logprobs, most)
         if not most:
-            return logprobs, None
-        listed = np.flatnonzero(counts > 0)
+            return None
+        listed = np.flatnonzero(counts)
         if len(listed) < len(askers):
             index = self._upload(listed)
             ids, values = ids.index_select(0, index), values.index_select(0, index)
-        return logprobs, Tops(tuple(askers[listed].tolist()), tuple(counts[listed].tolist()), ids, values)
+        return Tops(tuple(askers[listed].tolist()), tuple(counts[listed].tolist()), ids, values)
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         return upload(array, self._device)
-
-
-def pairs(flags: NDArray[np.bool_], rows: Ints) -> list[tuple[int, int]]:
-    """(index, row) where the flag is set."""
-    return [(i, int(rows[i])) for i in np.flatnonzero(flags).tolist()]

@@ -12,15 +12,20 @@ from numpy.typing import NDArray
 from inferserve.protocol.seeds import GOLDEN, mix
 
 
-def uniform(seed: NDArray[np.uint64], position: NDArray[np.int32]) -> NDArray[np.float32]:
+def streams(seed: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What `uniform` needs of a row's seed; uint64 [S] both."""
+    return mix(seed + GOLDEN)
+
+
+def uniform(stream: NDArray[np.uint64], position: NDArray[np.int32]) -> NDArray[np.float32]:
     """One number in [0, 1) a row, a multiple of 2^-24.
 
     Args:
-        seed: uint64 [S].
+        stream: uint64 [S], of the rows' seeds.
         position: int32 [S], output positions, >= 0.
 
     Returns: float32 [S].
     """
     counter = (position.astype(np.uint64) + np.uint64(1)) * GOLDEN
-    bits = mix(mix(seed + GOLDEN) + counter)
+    bits = mix(stream + counter)
     return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)

@@ -24,13 +24,10 @@ def histories(rows: int, device: torch.device) -> torch.Tensor:
 
 
 def params_of(device: torch.device) -> PenaltyParams:
-    order = np.array([4, 0, 5, 2, 1, 3])
+    order, line = np.array([4, 0, 5, 2, 1, 3]), 2 * np.arange(len(LENGTHS))
     prompt, total = np.array(LENGTHS).T
-    strengths = np.array(STRENGTHS, np.float32).T
-    rows = np.arange(len(LENGTHS))
-    table = PenaltyParams.columns(
-        order, order + 1, 2 * rows, prompt, total, *(np.ascontiguousarray(s) for s in strengths)
-    )
+    strengths = np.array(STRENGTHS, np.float32).T.copy().view(np.int32)
+    table = np.stack((order, order + 1, line, prompt, total, *strengths)).astype(np.int32)
     return PenaltyParams(torch.from_numpy(table).to(device), int(total.max()))
 
 
@@ -79,10 +76,7 @@ def test_append(op: object, device: torch.device) -> None:
 
 
 def test_nobody(device: torch.device) -> None:
-    none = np.empty(0, np.int64)
-    floats = np.empty(0, np.float32)
-    table = PenaltyParams.columns(none, none, none, none, none, floats, floats, floats)
-    params = PenaltyParams(torch.from_numpy(table).to(device), 0)
+    params = PenaltyParams(torch.empty(8, 0, dtype=torch.int32, device=device), 0)
     work, history = torch.ones(2, WIDTH, device=device), histories(1, device)
     for op in (penalise, penalise_ref):
         op(work, params, history)

@@ -20,9 +20,9 @@ def params_of(u: torch.Tensor, *rows: tuple[float, int, float, float], vocab: in
     """From (temperature, top_k, top_p, min_p) rows and their uniform numbers, for the rows of the logits in order."""
     temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
     active, each = top_k < vocab, np.arange(len(rows))
-    floats = (column.astype(np.float32) for column in (temperature, top_p, min_p, u.cpu().numpy()))
+    floats = np.stack((temperature, top_p, min_p, u.cpu().numpy())).astype(np.float32).view(np.int32)
     return FilterParams(
-        torch.from_numpy(FilterParams.columns(*floats, top_k, each, each)).to(u.device),
+        torch.from_numpy(np.stack((*floats, top_k, each, each)).astype(np.int32)).to(u.device),
         filtered=bool((active | (top_p < 1) | (min_p > 0)).any()),
         max_top_k=int(top_k[active].max(initial=0)),
         whole=True,

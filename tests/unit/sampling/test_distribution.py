@@ -10,7 +10,7 @@ import torch
 
 from inferserve.protocol.sampling import SamplingParams
 from inferserve.sampling.sampler import Sampler
-from inferserve.sampling.uniform import uniform
+from inferserve.sampling.uniform import streams, uniform
 
 DRAWS = 4096
 
@@ -65,7 +65,7 @@ def test_draws_follow_the_filtered_softmax(params: dict[str, Any], vary: str) ->
 def test_uniform_is_uniform_over_seeds_and_positions() -> None:
     seeds = np.arange(200, dtype=np.uint64)[:, None]
     positions = np.arange(200, dtype=np.int32)[None, :]
-    u = uniform(np.broadcast_to(seeds, (200, 200)), np.broadcast_to(positions, (200, 200)))
+    u = uniform(streams(np.broadcast_to(seeds, (200, 200))), np.broadcast_to(positions, (200, 200)))
     assert u.dtype == np.float32
     assert u.min() >= 0
     assert u.max() < 1
@@ -80,6 +80,6 @@ def test_uniform_is_uniform_over_seeds_and_positions() -> None:
 def test_uniform_is_a_pure_function_that_does_not_change_between_versions() -> None:
     seed = np.array([0, 1, 2**63 - 1], np.uint64)
     position = np.array([0, 1, 2**31 - 1], np.int32)
-    together = uniform(seed, position).tolist()
-    assert [float(uniform(seed[i : i + 1], position[i : i + 1])[0]) for i in range(3)] == together
+    together = uniform(streams(seed), position).tolist()
+    assert [float(uniform(streams(seed[i : i + 1]), position[i : i + 1])[0]) for i in range(3)] == together
     assert together == [0.6524484753608704, 0.9435641765594482, 0.2594982981681824]

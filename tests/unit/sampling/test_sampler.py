@@ -12,7 +12,7 @@ import torch
 from inferserve.kernels.logprobs import LOWEST_LOGPROB
 from inferserve.protocol.sampling import SamplingParams
 from inferserve.sampling.sampler import Sampler
-from inferserve.sampling.uniform import uniform
+from inferserve.sampling.uniform import streams, uniform
 
 VOCAB, EOS, LONGEST = 211, (3, 5), 1000
 NO_TOKENS = np.zeros(0, np.int32)
@@ -59,7 +59,7 @@ def naive_token(logits: torch.Tensor, params: SamplingParams, prompt: np.ndarray
         last = int((values.cumsum(0) < np.float32(params.top_p)).sum())
         p[p < values[min(last, len(p) - 1)]] = 0
     p[p < params.min_p * p.max()] = 0
-    u = float(uniform(np.array([params.seed], np.uint64), ints(len(output)))[0])
+    u = float(uniform(streams(np.array([params.seed], np.uint64)), ints(len(output)))[0])
     running = p.cumsum(0)
     return int((running <= u * running[-1]).sum())
 
@@ -354,3 +354,20 @@ def test_a_closed_row_is_plain_greedy() -> None:
     sampler.open_row(0, params_list()[8], prompt_of(5), ints(1))
     sampler.close_row(0)
     assert int(sampler.sample(logits, ints(0), ints(1)).token_ids) == int(logits.argmax())
+
+
+def test_a_row_that_is_taken_over_has_nothing_of_its_predecessor() -> None:
+    """Bias, mask and penalties of the same rows are sent to the device once; a new sequence brings its own."""
+    sampler, logits = make(2), logits_of(2)
+    order = logits.argsort(dim=-1, descending=True)
+    best, second = order[:, 0].tolist(), order[:, 1].tolist()
+    for row in range(2):
+        params = SamplingParams(temperature=0.0, logit_bias={best[row]: -100.0}, min_tokens=9, max_tokens=9)
+        sampler.open_row(row, params, NO_TOKENS, NO_TOKENS)
+    for _ in range(2):
+        assert sampler.sample(logits, ints(0, 1), ints(0, 0)).token_ids.tolist() == second
+    params = SamplingParams(temperature=0.0, logit_bias={second[0]: 100.0}, min_tokens=9, max_tokens=9)
+    sampler.open_row(0, params, NO_TOKENS, NO_TOKENS)
+    sampler.open_row(1, SamplingParams(temperature=0.0, logit_bias={0: 0.0}), NO_TOKENS, NO_TOKENS)
+    assert sampler.sample(logits, ints(0, 1), ints(0, 0)).token_ids.tolist() == [second[0], best[1]]
+    assert sampler.sample(logits.flip(0), ints(1, 0), ints(0, 0)).token_ids.tolist() == [best[1], second[0]]
