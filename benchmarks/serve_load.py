@@ -207,7 +207,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         after = server.cpu() if server else {}
     tokens = max(1, figures["tokens"]["output"])
     if server:
-        spent = {name: round((after[name] - before[name]) / tokens * 1e6, 2) for name in after}
+        spent = {n: round((after[n] - before[n]) / tokens * 1e6, 2) for n in after if n in before}
         figures["server_cpu_us_per_token"] = {**spent, "sum": round(sum(spent.values()), 2)}
     return schema.result(name, {**msgspec.to_builtins(plan), "serve": args.serve}, figures)
 

@@ -108,8 +108,11 @@ class Server:
         return {"launcher": status["launcher"], **{n: p["pid"] for n, p in status["processes"].items()}}
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds of each process so far."""
-        return {name: cpu_seconds(pid) for name, pid in self.pids.items()}
+        """CPU seconds of each process so far; {} if the server has ended."""
+        try:
+            return {name: cpu_seconds(pid) for name, pid in self.pids.items()}
+        except (KeyError, OSError):
+            return {}
 
     def slots_memfd(self) -> str:
         """Path to the slot table's memory, to read the engine's own time stamps."""
