@@ -182,11 +182,13 @@ def test_no_module_level_mutable_state() -> None:
 
 
 def test_every_kernel_has_a_twin_and_a_test() -> None:
-    bare = {"__init__", "dispatch", "launch_config"}
+    bare = {"__init__", "dispatch", "launch_config", "logit_pieces", "kv_quant"}
     for path in sorted((PACKAGE / "kernels").glob("*.py")):
         if path.stem in bare:
             continue
-        functions = {n.name for n in TREES[path].body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"}
+        public = [n for n in TREES[path].body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
+        # What Triton compiles is a part of kernels, in this file or another.
+        functions = {n.name for n in public if not any("triton.jit" in ast.unparse(d) for d in n.decorator_list)}
         ops = {f for f in functions if not f.endswith("_ref")}
         assert ops, f"{path.stem}: no op"
         assert {op + "_ref" for op in ops} <= functions, f"{path.stem}: an op without its twin"
