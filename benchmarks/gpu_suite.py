@@ -27,12 +27,12 @@ from benchmarks import schema
 from benchmarks.serving import Server
 
 _SHAPES = Path(__file__).parent / "shapes"
-_START_LIMIT_S = {"8b": 75.0, "0.6b": 50.0}
+_START_LIMIT_S = {"8b": 90.0, "0.6b": 60.0}
 _STOP_S = 3.0
 _COMMON = "--load-format dummy --max-req-total-len 8192 --disable-log-requests"
 _SMALL = {"0.6b": "--httpserver-workers 4"}
 """Flags of one model: the small one is limited by its front end."""
-SHAPES = {"8b": "llama-3.1-8b", "0.6b": "qwen3-0.6b", "70b": "llama-70b-20-layers"}
+SHAPES = {"8b": "llama-3.1-8b", "0.6b": "qwen3-0.6b"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ _LONG = "--input-len 1024 --output-len 256 --warmup 4"
 _SHORT = "--input-len 512 --output-len 256 --warmup 4"
 STAGES = (
     Stage("floors", "", "benchmarks.floors", "", 40),
+    Stage("startup", "", "benchmarks.startup", "", 180),
     _load("8b-one", "8b", f"{_ONE} --requests 2", 25, 232),
     _load("8b-64", "8b", f"{_LONG} --clients 64 --requests 320", 40, 5400),
     _load("8b-256", "8b", f"{_LONG} --clients 256 --requests 512", 50, 6500),
@@ -99,7 +100,7 @@ class Suite:
 
     def _serve(self, model: str, waiting: list[Stage]) -> list[Stage]:
         """Start a server and run stages while it lives; the stages that are left."""
-        limit = min(_START_LIMIT_S.get(model, 75.0), self.left - _STOP_S)
+        limit = min(_START_LIMIT_S[model], self.left - _STOP_S)
         if limit < 1:
             self._skip(waiting, "no time left")
             return []
@@ -112,9 +113,9 @@ class Suite:
                 while waiting and server.alive:
                     self._stage(waiting.pop(0), server)
                 if not server.alive:
-                    self._row(f"{model}-server", "DIED", 0.0, {"log": _tail(log)})
+                    self._row(f"{model}-server", "DIED", 0.0, {"log": _tail(log, 15)})
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            self._row(f"{model}-start", "FAILED", limit, {"error": type(error).__name__, "log": _tail(log)})
+            self._row(f"{model}-start", "FAILED", limit, {"error": type(error).__name__, "log": _tail(log, 15)})
             self._skip(waiting, "no server")
             return []
         return waiting

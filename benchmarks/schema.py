@@ -13,6 +13,7 @@ ratios      figure ÷ what it is held against, by name
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -82,6 +83,7 @@ def commit() -> str:
     return (head or "unknown") + ("+" if head and changed else "")
 
 
+@functools.cache
 def gpus() -> list[str]:
     """Name, memory and driver of each GPU, as nvidia-smi tells."""
     told = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
