@@ -212,7 +212,8 @@ def main() -> None:
         runs.append({"policy": policy.name, "long_prompt": 131072, **long_prompt(policy, 32, 131072)})
         print(json.dumps(runs[-1]), file=sys.stderr)
     if args.out:
-        schema.write(args.out, schema.result("planner_sim", {"prompt": 1024, "output": 256, "waves": args.waves}, runs))
+        asked = {"prompt": 1024, "output": 256, "waves": args.waves}
+        schema.write(args.out, schema.result("planner_sim", asked, {"runs": runs}))
 
 
 if __name__ == "__main__":

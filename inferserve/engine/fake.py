@@ -1,6 +1,7 @@
 """`FakeBackend`: an engine backend without a model, for tests and for measuring everything around the model.
 
-The token at output position p of a row is f(seed, prompt, p): it depends neither on the batch nor on pauses. Tokens are
+The token at output position p of a row is f(seed, prompt, p): it depends neither on the batch nor on pauses. With a
+period q it is f(seed, prompt, p modulo q), so that guessing from what was said before succeeds. Tokens are
 ids whose text is printable on its own and that are neither special nor eos, so texts are stable and end by max_tokens.
 Steps take a settable time on a pretended device, which works while the host goes on. Knows no slots and no KV.
 """
@@ -77,6 +78,7 @@ class FakeBackend:
     ) -> None:
         self._config = config
         self._vocabulary = np.zeros(0, dtype=np.int32) if vocabulary is None else vocabulary
+        self._period = config.engine.fake_period or 2**31 - 1
         self._step_seconds = config.engine.fake_step_ms / 1000
         self._clock = clock
         self._sleep = sleep
@@ -106,7 +108,8 @@ class FakeBackend:
     def launch(self, batch: StepBatch) -> FakeStep:
         """Start a step when the pretended device is done with those before."""
         rows = batch.rows[batch.sample]
-        words = mix(self._base[rows] + (batch.out_position.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+        position = (batch.out_position % self._period).astype(np.uint64)
+        words = mix(self._base[rows] + (position + np.uint64(1)) * GOLDEN)
         picks = (words % np.uint64(len(self._vocabulary))).astype(np.int64)
         wants = self._alternatives[rows]
         logprobs = np.full(len(rows), np.nan, dtype=np.float32)

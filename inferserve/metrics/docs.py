@@ -22,7 +22,7 @@ gateways made for either work after changing the prefix. Where both use a name (
 - `iteration_tokens` is a histogram, so it does not end in `_total` as vLLM's does.
 - LightLLM's `request_queue_duration_bucket` and `batch_inference_duration_bucket`, which it declares but never fills, are
   `request_queue_duration` and `batch_inference_duration` and are filled. `batch_next_size`, never filled either, does not
-  exist; `request_mtp_avg_token_per_step` comes with speculative decoding.
+  exist; in place of `request_mtp_avg_token_per_step` there are vLLM's `spec_decode_*`.
 - `cache_hit_rate` and `gen_throughput` are averages over the last status interval, not values of the last request.
 - Refused requests are in `request_failure` (`invalid`: 4xx, `overloaded`: 429, `unavailable`: 503). A request that an error ended after
   it ran is in `request_failure{reason="error"}` and in `request_success{finished_reason="error"}`. So `request_count` =

@@ -187,6 +187,12 @@ def _scheduler(step_tokens: tuple[float, ...]) -> tuple[Metric, ...]:
         _counter(
             r, "batch_inference_count", "Engine steps; prefill = any prompt token in it.", "method", BATCH_METHODS
         ),
+        _counter(r, "spec_decode_num_drafts", "Guesses of next tokens that were checked."),
+        _counter(r, "spec_decode_num_draft_tokens", "Tokens guessed."),
+        _counter(r, "spec_decode_num_accepted_tokens", "Of these, tokens that were right, as were those before them."),
+        _counter(
+            r, "spec_decode_num_accepted_tokens_per_pos", "Right tokens by position in their guess.", "position", ()
+        ),
         Metric(
             "batch_inference_duration",
             Kind.HISTOGRAM,

@@ -56,7 +56,16 @@ class Observer:
             self._metrics.observe("batch_inference_duration", report.step_seconds, method)
         if report.preempted:
             self._metrics.add("num_preemptions", report.preempted)
-        self._status.step(report.prefill_tokens, len(report.slots) // 4, now)
+        if report.drafts:
+            self._drafts(report)
+        self._status.step(report.prefill_tokens, len(report.slots) // 4 + sum(report.accepted), now)
+
+    def _drafts(self, report: StepReport) -> None:
+        self._metrics.add("spec_decode_num_drafts", report.drafts)
+        self._metrics.add("spec_decode_num_draft_tokens", report.draft_tokens)
+        self._metrics.add("spec_decode_num_accepted_tokens", sum(report.accepted))
+        for position, count in enumerate(report.accepted):
+            self._metrics.add("spec_decode_num_accepted_tokens_per_pos", count, str(position))
 
     def first_token(self, prompt_len: int, cached_tokens: int) -> None:
         """A row started; `cached_tokens` of its prompt came from the prefix cache."""

@@ -101,3 +101,11 @@ def test_printable_ids_are_text_by_themselves(make: object, tmp_path: Path) -> N
     assert printable_ids(tokenizer, int(ids[10])).tolist() == ids[:10].tolist()
     backend = FakeBackend(config, 2)
     assert backend.start().kv_tokens == 1 << 20
+
+
+def test_an_output_with_a_period_repeats_itself() -> None:
+    config = engine_config()
+    rig = rig_of(config=replace(config, engine=replace(config.engine, fake_period=3)))
+    output = text(rig, [1, 2, 3], seed=1)
+    assert output == (output[:3] * 7)[:20] and len(set(output[:3])) > 1
+    assert output[:3] == text(rig_of(), [1, 2, 3], seed=1)[:3]
