@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from inferserve.kernels.launch_config import SILU_BLOCK
+
+@dataclass(frozen=True)
+class SiluConfig:
+    """Values of the result in one program, warps of it."""
+
+    block: int
+    warps: int
+
+
+FEW, MANY = SiluConfig(block=512, warps=2), SiluConfig(block=2048, warps=4)
+"""For results of up to, and of more than,"""
+_FEW_VALUES = 2**20
+"""values: enough programs to fill the device come first, then work for each."""
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, stride: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _silu_mul_kernel(
+    gate_up: tl.tensor, out: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = col < n
+    live = col < WIDTH
     gate = tl.load(gate_up + row * stride + col, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + n + col, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + WIDTH + col, mask=live, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * n + col, value.to(out.dtype.element_ty), mask=live)
+    tl.store(out + row * WIDTH + col, value.to(out.dtype.element_ty), mask=live)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -31,8 +47,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        grid = (tokens, triton.cdiv(width, SILU_BLOCK))
-        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width, BLOCK=SILU_BLOCK, num_warps=4)
+        config = FEW if tokens * width <= _FEW_VALUES else MANY
+        grid = (tokens, triton.cdiv(width, config.block))
+        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=config.block, num_warps=config.warps)
     return out
 
 

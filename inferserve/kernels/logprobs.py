@@ -141,7 +141,8 @@ def logprobs(
     if not askers:
         return top_ids, top_logprobs
     block, stride = LOGPROBS.block, logits.stride(0)
-    pieces, piece = cut(askers, vocab, block)
+    # As for a single row: how a sum is split must not depend on the rows beside it.
+    pieces, piece = cut(1, vocab, block)
     peaks = torch.empty((askers, pieces), dtype=torch.float32, device=device)
     sums = torch.empty_like(peaks)
     _norm_kernel[(askers, pieces)](

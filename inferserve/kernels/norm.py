@@ -5,11 +5,27 @@ Formula: y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, arXiv 1910.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from inferserve.kernels.launch_config import next_power_of_2, row_config
+from inferserve.kernels.launch_config import next_power_of_2
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Rows in one program, warps of it."""
+
+    rows: int
+    warps: int
+
+
+def norm_config(width: int) -> NormConfig:
+    """By the width alone: the sum of a row's squares is formed in the same order whatever rows are beside it."""
+    block = next_power_of_2(width)
+    return NormConfig(max(1, 256 // block), min(16, max(1, block // 512)))
 
 
 # Not recompiled when a step has one row, or a multiple of 16.
@@ -21,58 +37,52 @@ def _rms_norm_kernel(
     out: tl.tensor,
     new_residual: tl.tensor,
     rows: tl.tensor,
-    heads: tl.tensor,
-    stride_token: tl.tensor,
-    stride_head: tl.tensor,
-    n: tl.tensor,
+    stride: tl.tensor,
     eps: tl.tensor,
+    WIDTH: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
-    live = (row < rows)[:, None] & (col < n)[None, :]
-    source = (row // heads).to(tl.int64) * stride_token + (row % heads) * stride_head
-    packed = row.to(tl.int64)[:, None] * n + col[None, :]
-    value = tl.load(x + source[:, None] + col[None, :], mask=live, other=0.0).to(tl.float32)
+    live = (row < rows)[:, None] & (col < WIDTH)[None, :]
+    packed = row.to(tl.int64)[:, None] * WIDTH + col[None, :]
+    value = tl.load(x + row.to(tl.int64)[:, None] * stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+    # Asked for before the sum is formed, so that its way through the caches overlaps the others'.
+    gain = tl.load(weight + col, mask=col < WIDTH, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + packed, mask=live, other=0.0).to(tl.float32)
         # The norm sees the sum as stored: the twin and transformers add in the model's dtype.
         stored = value.to(new_residual.dtype.element_ty)
         tl.store(new_residual + packed, stored, mask=live)
         value = stored.to(tl.float32)
-    mean_square = tl.sum(value * value, axis=1) / n
+    mean_square = tl.sum(value * value, axis=1) / WIDTH
     scale = 1.0 / tl.sqrt(mean_square + eps)
-    gain = tl.load(weight + col, mask=col < n, other=0.0).to(tl.float32)
     normed = value * scale[:, None] * gain[None, :]
     tl.store(out + packed, normed.to(out.dtype.element_ty), mask=live)
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, config: NormConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if x.stride(-1) != 1 or x.dim() not in (2, 3):
-        x = x.contiguous().view(-1, x.shape[-1])
     width = x.shape[-1]
-    heads = x.shape[1] if x.dim() == 3 else 1
-    rows = x.numel() // width
+    flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, width).contiguous()
+    rows = flat.shape[0]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     new_residual = out if residual is None else torch.empty_like(out)
-    config = row_config(width)
     if rows:
+        config = config or norm_config(width)
         _rms_norm_kernel[(triton.cdiv(rows, config.rows),)](
-            x,
+            flat,
             x if residual is None else residual.contiguous(),
             weight,
             out,
             new_residual,
             rows,
-            heads,
-            x.stride(0),
-            x.stride(1) if x.dim() == 3 else 0,
-            width,
+            flat.stride(0),
             eps,
+            WIDTH=width,
             ADD=residual is not None,
             ROWS=config.rows,
             BLOCK=next_power_of_2(width),
@@ -85,12 +95,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the last dimension.
 
     Args:
-        x: [T, N] or [T, H, N] (query-key norm), any strides but a contiguous last dimension; float dtype.
+        x: [..., N], float; one copy is saved if it is [T, N] with a contiguous last dimension.
         weight: [N].
 
     Returns: contiguous, x's shape and dtype.
     """
-    return _launch(x, None, weight, eps)[0].view(x.shape)
+    return _launch(x, None, weight, eps)[0]
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

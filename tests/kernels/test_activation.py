@@ -10,7 +10,7 @@ from tests.kernels.compare import DTYPES, assert_matches, random
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 2), (5, 3072), (3, 2500), (0, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (5, 3072), (3, 2500), (0, 64), (300, 7000)], ids=str)
 def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     gate_up = 4 * random(*shape, dtype=dtype, device=device)
     out = silu_mul(gate_up)

@@ -8,7 +8,7 @@ import torch
 from inferserve.kernels.norm import fused_add_rms_norm, fused_add_rms_norm_ref, rms_norm, rms_norm_ref
 from tests.kernels.compare import DTYPES, assert_matches, random
 
-SHAPES = [(1, 64), (5, 576), (3, 100), (33, 8), (2, 3, 128), (4, 9, 80)]
+SHAPES = [(1, 64), (5, 576), (3, 100), (33, 8), (600, 40), (2, 3, 128), (4, 9, 80)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -30,7 +30,7 @@ def test_heads_of_a_fused_projection(dtype: torch.dtype, device: torch.device) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
 def test_fused_add_rms_norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     x, residual = (random(*shape, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
     weight = random(shape[-1], dtype=dtype, device=device, seed=2)
