@@ -60,7 +60,12 @@ def parser() -> argparse.ArgumentParser:
     add("--ids", type=int, nargs=2, default=(1000, 30000), metavar=("FIRST", "LAST"), help="range of token ids")
     add("--no-stream", action="store_true", help="whole answers")
     add("--extra", default="{}", help="JSON object: further fields of each request")
-    add("--seed", type=int, default=0)
+    add(
+        "--seed",
+        type=int,
+        default=-1,
+        help="of prompts and lengths; a new one if not given, so that no cache knows them",
+    )
     add("--timeout", type=float, default=120.0, help="seconds that a request may take")
     add("--client-processes", type=int, default=0, help=f"one for each {_CLIENTS_PER_PROCESS} clients if not given")
     add("--out", default="", metavar="FILE", help="where the JSON goes")
@@ -89,7 +94,7 @@ def plan_of(args: argparse.Namespace, model: str) -> Plan:
         text=args.text or args.workload == "multi-turn",
         stream=not args.no_stream,
         ids=tuple(args.ids),
-        seed=args.seed,
+        seed=args.seed if args.seed >= 0 else time.time_ns() % 2**31,
         extra=json.loads(args.extra),
     )
 
@@ -189,7 +194,8 @@ def summary(figures: dict[str, Any]) -> str:
             shown = " ".join(f"{figures[name][q]:g}" for q in ("p50", "p90", "p99"))
             parts.append(f"{name} p50/p90/p99 {shown}")
     lines.append("; ".join(parts))
-    lines.append(f"tokens by usage {tokens['by_usage']} of {tokens['asked']} asked, {tokens['per_event']} an event")
+    counts = f"tokens by usage {tokens['by_usage']} of {tokens['asked']} asked, {tokens['per_event']} an event"
+    lines.append(f"{counts}; prompt tokens {tokens['prompt']}, of them cached {tokens['prompt_cached']}")
     lines += [f"FAILED {count} x {reason}" for reason, count in figures["errors"].items()]
     return "\n".join(lines)
 

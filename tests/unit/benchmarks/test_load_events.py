@@ -79,7 +79,9 @@ def test_nothing_at_all() -> None:
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
 def test_gaps_of_arrivals(burstiness: float, variation: float) -> None:
-    bursty = plan("--workload", "bursty", "--rate", "10", "--burstiness", str(burstiness), "--input-len", "1")
+    bursty = plan(
+        "--seed", "1", "--workload", "bursty", "--rate", "10", "--burstiness", str(burstiness), "--input-len", "1"
+    )
     jobs = Drawer(bursty, 0).jobs()
     gaps = np.array([next(jobs).wait_s for _ in range(20_000)])
     assert gaps.mean() == pytest.approx(0.1, rel=0.05)
@@ -87,7 +89,9 @@ def test_gaps_of_arrivals(burstiness: float, variation: float) -> None:
 
 
 def test_random_lengths_and_repeatability() -> None:
-    random = plan("--workload", "random", "--input-len", "100", "--output-len", "50", "--prefix-len", "10")
+    random = plan(
+        "--seed", "1", "--workload", "random", "--input-len", "100", "--output-len", "50", "--prefix-len", "10"
+    )
     draw = Drawer(random, 3).jobs()
     jobs = [next(draw) for _ in range(300)]
     sizes = [len(job.body["prompt"]) - 10 for job in jobs]

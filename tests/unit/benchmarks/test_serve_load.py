@@ -136,6 +136,16 @@ def test_processes_share_the_load() -> None:
     assert len({tuple(body["prompt"]) for body in server.bodies}) == 12
 
 
+def test_no_two_runs_send_the_same_prompts() -> None:
+    """A server's prefix cache would know them."""
+    with PacedServer() as server:
+        for _ in range(2):
+            run(plan("--clients", "2", "--requests", "4"), server.base)
+        again = plan("--clients", "2", "--requests", "4", "--seed", "7")
+        assert again == plan("--clients", "2", "--requests", "4", "--seed", "7")
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 8
+
+
 def test_command_line(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "result.json"
     flags = ["--clients", "2", "--requests", "4", "--output-len", "5", "--input-len", "4", "--warmup", "1"]
