@@ -69,7 +69,7 @@ STAGES = (
     _load("8b-bursty", "8b", "--workload bursty --rate 12 --burstiness 0.5 --requests 200", 40, 0),
     _load("0.6b-one", "0.6b", f"{_ONE} --requests 4", 15, 800),
     _load("0.6b-64", "0.6b", f"{_SHORT} --clients 64 --requests 640", 30, 22000),
-    _load("0.6b-256", "0.6b", f"{_SHORT} --clients 256 --requests 1280 --client-processes 4", 35, 33000),
+    _load("0.6b-256", "0.6b", f"{_SHORT} --clients 256 --requests 1280", 35, 33000),
     Stage("0.6b-offline", "0.6b", "benchmarks.offline", "", 30, 25500),
 )  # fmt: skip
 DEFAULT = "8b-one,8b-64,8b-256,8b-offline,0.6b-one,0.6b-64,0.6b-256"
@@ -204,6 +204,9 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         cpu = row.get("server_cpu_us_per_token")
         if cpu:
             lines.append("    server CPU us/token: " + " ".join(f"{n} {us:g}" for n, us in cpu.items() if us >= 0.05))
+        tokens = figures.get("tokens", {})
+        if tokens.get("prompt_cached", 0) > 0.01 * tokens.get("prompt", 0):
+            lines.append(f"    prompt tokens from the prefix cache: {tokens['prompt_cached']} of {tokens['prompt']}")
         if figures.get("lines"):
             lines += [f"    {line}" for line in figures["lines"]]
         lines += [f"    {reason[:150]} x {n}" for reason, n in list(figures.get("errors", {}).items())[:3]]

@@ -31,7 +31,7 @@ from benchmarks.load_plan import WORKLOADS, Plan
 from benchmarks.load_worker import Orders, Results
 from benchmarks.serving import Server
 
-_CLIENTS_PER_PROCESS = 128
+_CLIENTS_PER_PROCESS = 64
 _START_AFTER_S = 0.2
 _GRACE_S = 60.0
 
