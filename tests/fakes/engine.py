@@ -17,7 +17,7 @@ from inferserve.engine.worker import Worker
 from inferserve.protocol.messages import Admit, Commands, Finish, FinishedRow, SlotRef, StepReport
 from inferserve.protocol.sampling import SamplingParams
 from inferserve.shm.layout import Writer
-from inferserve.shm.slots import SlotTable, encode_params
+from inferserve.shm.slots import SlotTable, SlotView, encode_params
 
 VOCAB = 1000
 EOS = 999
@@ -167,6 +167,18 @@ def engine_config(
     )
 
 
+def fill_slot(http: SlotView, index: int, prompt: Sequence[int], **params: object) -> SlotRef:
+    """Give slot `index` to a new tenant, as http does."""
+    http.generation[index] += 1
+    http.in_use[index], http.cancelled[index] = 1, 0
+    http.prompt_len[index] = len(prompt)
+    http.prompt_ids[index, : len(prompt)] = prompt
+    data = encode_params(SamplingParams(**params))  # type: ignore[arg-type]
+    http.params_len[index] = len(data)
+    http.params[index, : len(data)] = np.frombuffer(data, dtype=np.uint8)
+    return SlotRef(index, int(http.generation[index]))
+
+
 class Rig:
     """A worker over a real slot table; plays http and router. Every step is followed by `worker.check()`."""
 
@@ -188,15 +200,7 @@ class Rig:
         """What http does: take a slot and write its columns."""
         index = self.next_slot % self.table.slots
         self.next_slot += 1
-        http = self.http
-        http.generation[index] += 1
-        http.in_use[index], http.cancelled[index] = 1, 0
-        http.prompt_len[index] = len(prompt)
-        http.prompt_ids[index, : len(prompt)] = prompt
-        data = encode_params(SamplingParams(**params))  # type: ignore[arg-type]
-        http.params_len[index] = len(data)
-        http.params[index, : len(data)] = np.frombuffer(data, dtype=np.uint8)
-        return SlotRef(index, int(http.generation[index]))
+        return fill_slot(self.http, index, prompt, **params)
 
     def command(
         self,
