@@ -175,3 +175,10 @@ def side_by_side(size: int, work: Callable[[Ranks], T]) -> list[T]:
     for error in sorted(errors, key=lambda e: isinstance(e, RankLost)):
         raise error
     return [future.result() for future in futures]
+
+
+class SeatedRank(ThreadRanks):
+    """A rank that nobody answers: for loading, which needs nobody."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, _Meeting(1))
