@@ -2,7 +2,7 @@
 
 Decode rows of similar length attend together over one gathered copy of their pages. Keys of a decode row may come in
 any order, so a row whose pages are a contiguous range needs no copy at all. Prefill chunks attend one row at a time;
-a chunk with nothing before it uses the K and V it was given. Knows no requests.
+a chunk with nothing before it uses the K and V it was given, unless the pool rounds them to 8 bits. Knows no requests.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Chunk:
 
     Attributes:
         start, stop: its tokens of the step.
-        pages: its keys; None = exactly the step's own.
+        pages: its keys; None = exactly the step's own, as they came.
         mask: float [queries, keys], 0 or -inf; None = causal over equally many keys.
     """
 
@@ -75,9 +75,11 @@ class WindowPlan:
 class ReferencePlan:
     """A step: index tensors by window size, made when the first layer of that size asks."""
 
-    def __init__(self, batch: AttentionBatch, dtype: torch.dtype) -> None:
+    def __init__(self, batch: AttentionBatch, dtype: torch.dtype, exact: bool) -> None:
+        """`exact`: the pool holds K and V as they came."""
         self.batch = batch
         self.dtype = dtype
+        self._exact = exact
         self._rows = batch.rows.tolist()
         self._query_len = batch.query_len_host.tolist()
         self._kv_len = batch.kv_len_host.tolist()
@@ -120,11 +122,12 @@ class ReferencePlan:
             queries, kv_len = self._query_len[row], self._kv_len[row]
             stop, before = start + queries, kv_len - queries
             first = max(0, before - window + 1) if window else 0
-            if before == 0 and (not window or kv_len <= window):
-                chunks.append(Chunk(start, stop, None, None))
-            else:
-                pages = self._pages(row, first, kv_len, ordered=True) if before else None
-                chunks.append(Chunk(start, stop, pages, self._chunk_mask(before, kv_len, first, window)))
+            own = before == 0 and self._exact
+            pages = None if own else self._pages(row, first, kv_len, ordered=True)
+            causal = before == 0 and (not window or kv_len <= window)
+            chunks.append(
+                Chunk(start, stop, pages, None if causal else self._chunk_mask(before, kv_len, first, window))
+            )
             start = stop
         return tuple(chunks)
 
@@ -170,16 +173,17 @@ class ReferenceAttention:
         self.pool = pool
         self._write = kernels_for(device).kv_write
         # Gathered keys and values; kept, since fresh megabytes cost more in page faults than the copy itself.
-        self._scratch = [torch.empty(0, dtype=pool.k[0].dtype, device=device) for _ in range(2)]
+        self._scratch = [torch.empty(0, dtype=pool.dtype, device=device) for _ in range(2)]
 
     def plan(self, batch: AttentionBatch) -> ReferencePlan:
         """See `AttentionBackend`."""
-        return ReferencePlan(batch, self.pool.k[0].dtype)
+        return ReferencePlan(batch, self.pool.dtype, self.pool.k_scale[0] is None)
 
     def forward(self, spec: LayerSpec, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
         assert isinstance(plan, ReferencePlan)
-        self._write(k, v, self.pool.k[spec.layer], self.pool.v[spec.layer], plan.batch.kv_index)
+        kv = self.pool.layer(spec.layer)
+        self._write(k, v, kv.k, kv.v, plan.batch.kv_index, kv.k_scale, kv.v_scale)
         step = plan.window(spec.window)
         if len(step.groups) == 1 and not step.chunks:
             return self._decode(spec, step.groups[0], q, k.shape[1])
@@ -227,8 +231,13 @@ class ReferenceAttention:
         out[span] = result.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _read(self, layer: int, pages: Pages) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages`, [n, kv_heads, head_dim] each: views of the pool or of the scratch space."""
-        k, v = self.pool.k[layer], self.pool.v[layer]
+        """Keys and values of `pages`, [n, kv_heads, head_dim] each: views of the pool or of the scratch space, or copies
+        out of a pool of 8 bits."""
+        kv = self.pool.layer(layer)
+        if kv.k_scale is not None:
+            keys, values = kv.read(pages.index)
+            return keys.to(self.pool.dtype), values.to(self.pool.dtype)
+        k, v = kv.k, kv.v
         if pages.start >= 0:
             return k[pages.start : pages.start + pages.length], v[pages.start : pages.start + pages.length]
         return self._gather(0, k, pages.index), self._gather(1, v, pages.index)

@@ -11,10 +11,10 @@ from inferserve.errors import ConfigError
 from inferserve.kv.pool import KvPool
 
 
-def make_attention(name: str, pool: KvPool, device: torch.device) -> AttentionBackend:
+def make_attention(name: str, pool: KvPool, device: torch.device, *, deterministic: bool = False) -> AttentionBackend:
     """Backend `name` ("triton", "reference") over `pool`. Raises ConfigError for a name that does not fit the device."""
     if name == "reference":
         return ReferenceAttention(pool, device)
     if name == "triton" and device.type == "cuda":
-        return TritonAttention(pool)
+        return TritonAttention(pool, deterministic)
     raise ConfigError(f"--attention-backend {name} does not run on {device.type}")

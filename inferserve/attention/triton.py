@@ -1,56 +1,109 @@
-"""`TritonAttention`: paged decode and prefill kernels over the pool; the default on CUDA. Knows no requests."""
+"""`TritonAttention`: paged decode and prefill kernels over the pool; the default on CUDA. Knows no requests.
+
+What attends to what reaches the kernels through work lists, one for each shape of layer in the model, so that a launch
+depends on the size of a step alone.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
-from torch import Tensor, empty
+import numpy as np
+import torch
+from torch import Tensor
 
-from inferserve.attention.base import AttentionBatch, AttentionPlan, LayerSpec
-from inferserve.kernels.decode_attention import decode_attention
+from inferserve.attention.base import AttentionBatch, AttentionPlan, Bucket, HostRows, Ints, LayerSpec
+from inferserve.attention.work import Capacity, WorkLists, WorkShape
+from inferserve.kernels.decode_attention import DecodeSpace, decode_attention
 from inferserve.kernels.kv_write import kv_write
+from inferserve.kernels.launch_config import DECODE_PROGRAMS_PER_SM, PrefillConfig, prefill_config
+from inferserve.kernels.paged_kv import HEADER, ITEM, Scores
 from inferserve.kernels.prefill_attention import prefill_attention
 from inferserve.kernels.rope_write import PackedHeads, Rotation, rope_write
-from inferserve.kv.pool import KvPool
+from inferserve.kv.pool import KvPool, KvShape
+
+_ROUNDS = 16
+"""Most programs of a launch, in those that run at once; what is more shares them."""
+_INTERPRETER_MULTIPROCESSORS = 8
+
+
+@dataclass(frozen=True)
+class ListPlan:
+    """One work list on the device.
+
+    Attributes:
+        work: int32 [capacity.size].
+        capacity: what launches are sized to.
+        space: for the partial results of its decode items.
+    """
+
+    work: Tensor
+    capacity: Capacity
+    space: DecodeSpace
 
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """A step split at `num_decode`: device views of each part."""
+    """A step: its batch and its work lists, in the order of the backend's shapes."""
 
     batch: AttentionBatch
-    decode_rows: Tensor
-    decode_kv_len: Tensor
-    prefill_rows: Tensor
-    prefill_kv_len: Tensor
-    prefill_start: Tensor
-    max_decode_kv_len: int
+    lists: tuple[ListPlan, ...]
 
 
 class TritonAttention:
-    """Implements `AttentionBackend`."""
+    """Implements `CapturableAttention`."""
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, pool: KvPool, deterministic: bool = False) -> None:
+        """Deterministic: a row's result does not depend on the rows beside it."""
         self.pool = pool
+        device = pool.k[0].device
+        cuda = device.type == "cuda"
+        multiprocessors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if cuda else _INTERPRETER_MULTIPROCESSORS
+        )
+        self._slots = multiprocessors * DECODE_PROGRAMS_PER_SM
+        self._prefill = [self._prefill_config(shape) for shape in pool.shapes]
+        self._shapes = [
+            WorkShape(shape.kv_heads, shape.group, config.block_m, self._slots, deterministic)
+            for shape, config in zip(pool.shapes, self._prefill, strict=True)
+        ]
+        distinct = tuple(dict.fromkeys(self._shapes))
+        self._lists = tuple(WorkLists(shape) for shape in distinct)
+        self._list_of = [distinct.index(shape) for shape in self._shapes]
+
+    def work_size(self, bucket: Bucket) -> int:
+        """See `CapturableAttention`."""
+        return sum(lists.capacity(bucket).size for lists in self._lists)
+
+    def work(self, rows: HostRows, bucket: Bucket | None) -> Ints:
+        """See `CapturableAttention`."""
+        if len(self._lists) == 1:
+            return self._lists[0].make(rows, bucket)
+        return np.concatenate([lists.make(rows, bucket) for lists in self._lists])
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         """See `AttentionBackend`."""
-        n = batch.num_decode
+        assert batch.work is not None, "the step has no work list"
+        if batch.bucket:
+            capacities = [lists.capacity(batch.bucket) for lists in self._lists]
+        else:
+            assert batch.work_host is not None
+            capacities = list(_capacities(batch.work_host))
+        starts = accumulate((capacity.size for capacity in capacities), initial=0)
         return TritonPlan(
             batch,
-            batch.rows[:n],
-            batch.kv_len[:n],
-            batch.rows[n:],
-            batch.kv_len[n:],
-            batch.query_start[n:],
-            int(batch.kv_len_host[:n].max(initial=0)),
+            tuple(
+                ListPlan(batch.work[start : start + capacity.size], capacity, self._space(i, capacity.items))
+                for i, (start, capacity) in enumerate(zip(starts, capacities, strict=False))
+            ),
         )
 
     def forward(self, spec: LayerSpec, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
         assert isinstance(plan, TritonPlan)
-        pool, layer = self.pool, spec.layer
-        kv_write(k, v, pool.k[layer], pool.v[layer], plan.batch.kv_index, pool.k_scale[layer], pool.v_scale[layer])
+        kv = self.pool.layer(spec.layer)
+        kv_write(k, v, kv.k, kv.v, plan.batch.kv_index, kv.k_scale, kv.v_scale)
         return self._attend(spec, plan, q)
 
     def forward_packed(
@@ -58,40 +111,49 @@ class TritonAttention:
     ) -> Tensor:
         """See `AttentionBackend`."""
         assert isinstance(plan, TritonPlan)
-        pool, layer, index = self.pool, spec.layer, plan.batch.kv_index
-        scales = pool.k_scale[layer], pool.v_scale[layer]
-        return self._attend(spec, plan, rope_write(qkv, heads, rotation, pool.k[layer], pool.v[layer], index, *scales))
+        kv = self.pool.layer(spec.layer)
+        q = rope_write(qkv, heads, rotation, kv.k, kv.v, plan.batch.kv_index, kv.k_scale, kv.v_scale)
+        return self._attend(spec, plan, q)
 
     def _attend(self, spec: LayerSpec, plan: TritonPlan, q: Tensor) -> Tensor:
         """Over the pool, which holds this step's K and V already."""
-        batch, n = plan.batch, plan.batch.num_decode
-        pool_k, pool_v = self.pool.k[spec.layer], self.pool.v[spec.layer]
-        out = empty((q.shape[0], q.shape[1], pool_v.shape[2]), dtype=q.dtype, device=q.device)
-        decode_attention(
-            q[:n],
-            pool_k,
-            pool_v,
-            batch.table,
-            plan.decode_rows,
-            plan.decode_kv_len,
-            out,
-            max_kv_len=plan.max_decode_kv_len,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-        )
+        kv, shape = self.pool.layer(spec.layer), self.pool.shapes[spec.layer]
+        assert q.shape[1] == shape.kv_heads * shape.group, "the work lists are made for other heads"
+        part, table = plan.lists[self._list_of[spec.layer]], plan.batch.table
+        scores = Scores(spec.scale, spec.window, spec.softcap)
+        out = torch.empty((*q.shape[:2], shape.value_dim), dtype=q.dtype, device=q.device)
+        items, tiles = part.capacity
+        programs = _ROUNDS * self._slots
+        decode_attention(q, kv, table, part.work, out, part.space, scores, items=items, programs=programs)
         prefill_attention(
             q,
-            pool_k,
-            pool_v,
-            batch.table,
-            plan.prefill_rows,
-            plan.prefill_start,
-            plan.prefill_kv_len,
+            kv,
+            table,
+            part.work,
             out,
-            max_query_len=batch.max_query_len,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
+            scores,
+            first_tile=HEADER + ITEM * items,
+            tiles=tiles,
+            programs=programs,
+            config=self._prefill[spec.layer],
         )
         return out
+
+    def _prefill_config(self, shape: KvShape) -> PrefillConfig:
+        size = max(shape.head_dim, shape.value_dim)
+        return prefill_config(size, self.pool.k[0].element_size(), self.pool.dtype.itemsize)
+
+    def _space(self, index: int, items: int) -> DecodeSpace:
+        shape = self._lists[index].shape
+        of_list = zip(self.pool.shapes, self._list_of, strict=True)
+        value_dim = max(layer.value_dim for layer, list_of in of_list if list_of == index)
+        return DecodeSpace.empty(items, shape.kv_heads, shape.group, value_dim, self.pool.k[0].device)
+
+
+def _capacities(work: Ints) -> list[Capacity]:
+    """Of the lists in `work`, int32: each says its own."""
+    found, start = [], 0
+    while start < len(work):
+        found.append(Capacity(int(work[start + 2]), int(work[start + 3])))
+        start += found[-1].size
+    return found

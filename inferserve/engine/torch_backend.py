@@ -186,7 +186,8 @@ class TorchBackend:
     def _make_runner(self, model: CausalModel, model_config: ModelConfig, pool: KvPool) -> Runner:
         config, device = self._config, self._device
         max_len = config.model.max_req_total_len
-        attention = make_attention(config.engine.attention_backend, pool, device)
+        engine = config.engine
+        attention = make_attention(engine.attention_backend, pool, device, deterministic=engine.deterministic)
         sampler = Sampler(self._max_rows, max_len, model_config.vocab_size, device, config.model.eos_id)
         return Runner(
             model=model,

@@ -1,50 +1,123 @@
 """Paged attention of one query token a row (decode), grouped heads packed, split over the context.
 
-Each program reads one KV head of one fixed-length stretch of one row's context, with all query heads of the group as
-the rows of its tile (grouped-query attention, arXiv 2305.13245; split over keys as in Flash-Decoding, Dao et al. 2023).
-A second kernel joins the stretches by their log-sum-exp. How long a stretch is follows from the row's own length, so
-its result does not depend on its neighbours.
+A program takes one KV head of one item of a work list: a stretch of one row's context, with all query heads of the group
+as the rows of its tile (grouped-query attention, arXiv 2305.13245; split over keys as in Flash-Decoding, Dao et al. 2023).
+Of a row's programs the one that ends last joins the stretches by their log-sum-exp, in the order of the context, so the
+sums do not depend on who that is. How rows are cut is the list's business.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from inferserve.kernels.launch_config import decode_config, next_power_of_2
+from inferserve.kernels.launch_config import DecodeConfig, decode_config, next_power_of_2
+from inferserve.kernels.paged_kv import (
+    ALL_SEEN,
+    HEADER,
+    ITEM,
+    UP_TO_END,
+    PagedKv,
+    Scores,
+    attend_ref,
+    attend_tile,
+    constants,
+    tokens_at,
+)
 
 _LEAST_DOT_ROWS = 16
 """tl.dot wants at least this many rows."""
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+_ITEM = tl.constexpr(ITEM)
+
+
+class DecodeSpace(NamedTuple):
+    """Where stretches leave their results until a row's last program joins them; one for all layers of a step.
+
+    Attributes:
+        part: float32 [items x q_heads x D'].
+        lse: float32 [items x q_heads], log2 of the sums of the weights.
+        arrived: int32 [items x kv_heads]; zeros before and after each launch.
+    """
+
+    part: torch.Tensor
+    lse: torch.Tensor
+    arrived: torch.Tensor
+
+    @staticmethod
+    def empty(items: int, kv_heads: int, group: int, value_dim: int, device: torch.device) -> DecodeSpace:
+        """Room for work lists of up to `items` decode items."""
+        heads = items * kv_heads * group
+        return DecodeSpace(
+            torch.empty(heads * value_dim, dtype=torch.float32, device=device),
+            torch.empty(heads, dtype=torch.float32, device=device),
+            torch.zeros(items * kv_heads, dtype=torch.int32, device=device),
+        )
 
 
 @triton.jit
-def _stretch(visible: tl.tensor, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr) -> tl.tensor:
-    """Keys per program of a row: SPLIT, or the multiple of it that needs no more than MAX_SPLITS programs."""
-    return tl.cdiv(tl.cdiv(visible, MAX_SPLITS), SPLIT) * SPLIT
+def _join(
+    part: tl.tensor,
+    lse: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
+    kv_head: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    G_BLOCK: tl.constexpr,
+    S_BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Sum of the partial results [first, stop) of one KV head, float32 [G_BLOCK, DV_BLOCK]."""
+    head = tl.minimum(tl.arange(0, G_BLOCK), GROUP - 1)
+    dv = tl.arange(0, DV_BLOCK)
+    best = tl.full((G_BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((G_BLOCK,), tl.float32)
+    acc = tl.zeros((G_BLOCK, DV_BLOCK), tl.float32)
+    for at in range(first, stop, S_BLOCK):
+        slot = at + tl.arange(0, S_BLOCK)
+        source = (slot[:, None] * KV_HEADS + kv_head) * GROUP + head[None, :]
+        # Other programs wrote them during this launch: around the first-level cache.
+        log = tl.load(lse + source, mask=(slot < stop)[:, None], other=float("-inf"), cache_modifier=".cg")
+        value = tl.load(
+            part + source.to(tl.int64)[:, :, None] * DV + dv[None, None, :],
+            mask=(slot < stop)[:, None, None] & (dv < DV)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        peak = tl.maximum(best, tl.max(log, axis=0))
+        decay, weight = tl.exp2(best - peak), tl.exp2(log - peak[None, :])
+        acc = acc * decay[:, None] + tl.sum(value * weight[:, :, None], axis=0)
+        total = total * decay + tl.sum(weight, axis=0)
+        best = peak
+    return acc / total[:, None]
 
 
-# Rows lie anywhere in one upload of many arrays; the number of stretches changes from step to step.
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["rows", "kv_len"])
+# The list lies anywhere in one upload of many arrays.
+@triton.jit(do_not_specialize_on_alignment=["work"])
 def _decode_kernel(
     q: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
     table: tl.tensor,
-    rows: tl.tensor,
-    kv_len: tl.tensor,
+    work: tl.tensor,
     out: tl.tensor,
     part: tl.tensor,
-    part_lse: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
+    lse: tl.tensor,
+    arrived: tl.tensor,
+    factor: tl.tensor,
+    cap: tl.tensor,
     window: tl.tensor,
-    q_stride_row: tl.tensor,
+    q_stride_token: tl.tensor,
     q_stride_head: tl.tensor,
     table_stride: tl.tensor,
-    splits: tl.tensor,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     D: tl.constexpr,
@@ -52,198 +125,163 @@ def _decode_kernel(
     D_BLOCK: tl.constexpr,
     DV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    LARGEST: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    FIRST_ITEM: tl.constexpr,
+    G_BLOCK: tl.constexpr,
+    S_BLOCK: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    kv_heads = tl.num_programs(1)
-    length = tl.load(kv_len + row)
-    first = tl.maximum(length - window, 0) if window > 0 else 0
-    stretch = _stretch(length - first, SPLIT, MAX_SPLITS)
-    begin = first + split * stretch
-    end = tl.minimum(begin + stretch, length)
-    if begin >= length:
-        return
-    pages = table + tl.load(rows + row).to(tl.int64) * table_stride
     head = tl.arange(0, GROUP_BLOCK)
     d = tl.arange(0, D_BLOCK)
     dv = tl.arange(0, DV_BLOCK)
-    q_offset = row.to(tl.int64) * q_stride_row + (kv_head * GROUP + head)[:, None] * q_stride_head + d[None, :]
-    query = tl.load(q + q_offset, mask=(head < GROUP)[:, None] & (d < D)[None, :], other=0.0)
-    best = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), tl.float32)
-    acc = tl.zeros((GROUP_BLOCK, DV_BLOCK), tl.float32)
-    for position in range(begin, end, BLOCK_N):
-        n = position + tl.arange(0, BLOCK_N)
-        live = n < end
-        token = tl.load(pages + n, mask=live, other=0).to(tl.int64) * kv_heads + kv_head
-        key = tl.load(k_pool + token[None, :] * D + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
-        score = tl.dot(query, key, input_precision="ieee")
-        if SOFTCAP:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score * scale / softcap) - 1.0) * LOG2_E
-        else:
-            score = score * (scale * LOG2_E)
-        score = tl.where(live[None, :], score, float("-inf"))
-        peak = tl.maximum(best, tl.max(score, axis=1))
-        weight = tl.exp2(score - peak[:, None])
-        decay = tl.exp2(best - peak)
-        value = tl.load(v_pool + token[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
-        acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        total = total * decay + tl.sum(weight, axis=1)
-        best = peak
-    acc = acc / total[:, None]
-    target = row.to(tl.int64) * (kv_heads * GROUP) + kv_head * GROUP + head
     kept = (head < GROUP)[:, None] & (dv < DV)[None, :]
-    if WHOLE:
-        tl.store(out + target[:, None] * DV + dv[None, :], acc.to(out.dtype.element_ty), mask=kept)
-    else:
-        target = target * splits + split
-        tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=kept)
-        tl.store(part_lse + target, best + tl.log2(total), mask=head < GROUP)
-
-
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["kv_len"])
-def _combine_kernel(
-    part: tl.tensor,
-    part_lse: tl.tensor,
-    kv_len: tl.tensor,
-    out: tl.tensor,
-    window: tl.tensor,
-    splits: tl.tensor,
-    DV: tl.constexpr,
-    DV_BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)
-    target = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    length = tl.load(kv_len + row)
-    visible = tl.minimum(length, window) if window > 0 else length
-    dv = tl.arange(0, DV_BLOCK)
-    best = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    acc = tl.zeros((DV_BLOCK,), tl.float32)
-    for split in range(tl.cdiv(visible, _stretch(visible, SPLIT, MAX_SPLITS))):
-        lse = tl.load(part_lse + target * splits + split)
-        value = tl.load(part + (target * splits + split) * DV + dv, mask=dv < DV, other=0.0)
-        peak = tl.maximum(best, lse)
-        decay, weight = tl.exp2(best - peak), tl.exp2(lse - peak)
-        acc = acc * decay + value * weight
-        total = total * decay + weight
-        best = peak
-    tl.store(out + target * DV + dv, (acc / total).to(out.dtype.element_ty), mask=dv < DV)
+    # Neighbouring programs read neighbouring heads of the same tokens.
+    for unit in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
+        kv_head = unit % KV_HEADS
+        item = work + FIRST_ITEM + unit // KV_HEADS * _ITEM
+        row = tl.load(item)
+        token = tl.load(item + 1)
+        length = tl.load(item + 2)
+        stretch = tl.load(item + 3)
+        number = tl.load(item + 4)
+        slot = tl.load(item + 5)
+        first = 0
+        if WINDOWED:
+            first = tl.maximum(length - window, 0)
+        unseen = first // stretch
+        if number >= unseen:
+            begin = tl.maximum(number * stretch, first)
+            end = tl.minimum(number * stretch + stretch, length)
+            whole = begin + (end - begin) // BLOCK_N * BLOCK_N
+            pages = table + row.to(tl.int64) * table_stride
+            at_query = token.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
+            query = tl.load(
+                q + at_query + head[:, None] * q_stride_head + d[None, :],
+                mask=(head < GROUP)[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            if LARGEST and query.dtype == tl.bfloat16:
+                query = query.to(tl.float16)
+            best = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
+            total = tl.zeros((GROUP_BLOCK,), tl.float32)
+            acc = tl.zeros((GROUP_BLOCK, DV_BLOCK), tl.float32)
+            # The places of a tile are there one tile before its keys are asked for.
+            tokens = tokens_at(pages, begin, end, BLOCK_N)
+            for at in range(begin, whole, BLOCK_N):
+                following = tokens_at(pages, at + BLOCK_N, end, BLOCK_N)
+                best, total, acc = attend_tile(
+                    query, best, total, acc, k_pool, v_pool, k_scale, v_scale, tokens, at, end, head, kv_head,
+                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, ALL_SEEN,
+                )  # fmt: skip
+                tokens = following
+            for at in tl.range(whole, end, BLOCK_N, num_stages=1):
+                best, total, acc = attend_tile(
+                    query, best, total, acc, k_pool, v_pool, k_scale, v_scale, tokens, at, end, head, kv_head,
+                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, UP_TO_END,
+                )  # fmt: skip
+            acc = acc / total[:, None]
+            if LARGEST:
+                acc = acc * (1.0 / LARGEST)
+            at_out = (token.to(tl.int64) * KV_HEADS + kv_head) * GROUP
+            stretches = tl.cdiv(length, stretch) - unseen
+            if stretches == 1:
+                tl.store(out + (at_out + head)[:, None] * DV + dv[None, :], acc.to(out.dtype.element_ty), mask=kept)
+            else:
+                source = ((slot + number) * KV_HEADS + kv_head).to(tl.int64) * GROUP + head
+                tl.store(part + source[:, None] * DV + dv[None, :], acc, mask=kept)
+                tl.store(lse + source, best + tl.log2(total), mask=head < GROUP)
+                # All threads' stores before one thread's release, and that one's acquire before all threads' loads.
+                tl.debug_barrier()
+                counter = arrived + slot * KV_HEADS + kv_head
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == stretches - 1:
+                    joined = _join(
+                        part, lse, slot + unseen, slot + unseen + stretches, kv_head,
+                        KV_HEADS, GROUP, DV, DV_BLOCK, G_BLOCK, S_BLOCK,
+                    )  # fmt: skip
+                    g = tl.arange(0, G_BLOCK)
+                    tl.store(
+                        out + (at_out + g)[:, None] * DV + dv[None, :],
+                        joined.to(out.dtype.element_ty),
+                        mask=(g < GROUP)[:, None] & (dv < DV)[None, :],
+                    )
+                    tl.store(counter, 0)
 
 
 def decode_attention(
     q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
+    kv: PagedKv,
     table: torch.Tensor,
-    rows: torch.Tensor,
-    kv_len: torch.Tensor,
+    work: torch.Tensor,
     out: torch.Tensor,
+    space: DecodeSpace,
+    scores: Scores,
     *,
-    max_kv_len: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    items: int,
+    programs: int,
+    config: DecodeConfig | None = None,
 ) -> None:
-    """Attend with the newest token of each row over its pages.
+    """Attend with single tokens over their rows' pages, as the decode items of a work list say.
 
     Args:
-        q: [R, q_heads, D], last dimension contiguous; row r stands at position kv_len[r] - 1.
-        k_pool, v_pool: [tokens, kv_heads, D] and [tokens, kv_heads, D'], contiguous, q's dtype.
+        q: [T, q_heads, D], last dimension contiguous.
+        kv: the layer's pool; the K and V of every key that is attended to are there.
         table: int32 [max_rows, max_len], pool index of each position of each row.
-        rows, kv_len: int32 [R]; kv_len >= 1 counts the newest token, whose K and V are already in the pool.
-        out: [R, q_heads, D'], contiguous; every element is written.
-        max_kv_len: at least max(kv_len).
-        window: visible keys, counted back from the newest; 0 = all.
-        softcap: scores become softcap * tanh(score / softcap); 0 = off.
+        work: int32, HEADER numbers of which the first is the count of decode items, then ITEM numbers an item: row of
+            the table, token of q and out, length (the token stands at position length - 1), keys of a stretch, number
+            of this stretch, where the row's partial results begin, 0, 0. A row has all its cdiv(length, stretch) items.
+        out: [T, q_heads, D'], contiguous; the items' tokens are written, others left alone.
+        space: room for `items` items.
+        items: at least the count in the list; 0 launches nothing.
+        programs: most programs to launch; they share the items.
     """
-    count, q_heads, head_dim = q.shape
-    if not count:
+    if not items:
         return
-    kv_heads, value_dim = k_pool.shape[1], v_pool.shape[2]
-    group = q_heads // kv_heads
-    config = decode_config(max(head_dim, value_dim), q.element_size())
-    visible = min(max_kv_len, window) if window else max_kv_len
-    splits = min(triton.cdiv(visible, config.split), config.max_splits)
-    part = part_lse = out
-    if splits > 1:
-        part = torch.empty((count, q_heads, splits, value_dim), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((count, q_heads, splits), dtype=torch.float32, device=q.device)
-    _decode_kernel[(count, kv_heads, splits)](
+    kv_heads, group = kv.k.shape[1], q.shape[1] // kv.k.shape[1]
+    config = config or decode_config(max(q.shape[2], out.shape[2]), kv.k.element_size(), q.element_size())
+    g_block, dv_block = next_power_of_2(group), next_power_of_2(out.shape[2])
+    _decode_kernel[(min(items * kv_heads, programs),)](
         q,
-        k_pool,
-        v_pool,
+        kv.k,
+        kv.v,
+        kv.k_scale if kv.k_scale is not None else kv.k,
+        kv.v_scale if kv.v_scale is not None else kv.v,
         table,
-        rows,
-        kv_len,
+        work,
         out,
-        part,
-        part_lse,
-        scale,
-        softcap,
-        window,
+        *space,
+        *scores.launch(),
         q.stride(0),
         q.stride(1),
         table.stride(0),
-        splits,
-        GROUP=group,
-        GROUP_BLOCK=max(_LEAST_DOT_ROWS, next_power_of_2(group)),
-        D=head_dim,
-        DV=value_dim,
-        D_BLOCK=next_power_of_2(head_dim),
-        DV_BLOCK=next_power_of_2(value_dim),
+        GROUP_BLOCK=max(_LEAST_DOT_ROWS, g_block),
         BLOCK_N=config.block_n,
-        SPLIT=config.split,
-        MAX_SPLITS=config.max_splits,
-        WHOLE=splits == 1,
-        SOFTCAP=softcap > 0,
+        FIRST_ITEM=HEADER,
+        G_BLOCK=g_block,
+        S_BLOCK=max(1, min(16, config.join // (g_block * dv_block))),
         num_warps=config.warps,
         num_stages=config.stages,
+        **constants(q, kv, scores),
     )
-    if splits > 1:
-        _combine_kernel[(count, q_heads)](
-            part,
-            part_lse,
-            kv_len,
-            out,
-            window,
-            splits,
-            DV=value_dim,
-            DV_BLOCK=next_power_of_2(value_dim),
-            SPLIT=config.split,
-            MAX_SPLITS=config.max_splits,
-            num_warps=2,
-        )
 
 
 def decode_attention_ref(
     q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
+    kv: PagedKv,
     table: torch.Tensor,
-    rows: torch.Tensor,
-    kv_len: torch.Tensor,
+    work: torch.Tensor,
     out: torch.Tensor,
+    space: DecodeSpace,
+    scores: Scores,
     *,
-    max_kv_len: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    items: int,
+    programs: int,
+    config: DecodeConfig | None = None,
 ) -> None:
-    """Torch twin of `decode_attention`, in float32, a row at a time."""
-    group = q.shape[1] // k_pool.shape[1]
-    for r, (row, length) in enumerate(zip(rows.tolist(), kv_len.tolist(), strict=True)):
-        pages = table[row, max(0, length - window) if window else 0 : length].to(torch.int64)
-        key = k_pool[pages].float().repeat_interleave(group, dim=1)
-        value = v_pool[pages].float().repeat_interleave(group, dim=1)
-        score = torch.einsum("hd,nhd->hn", q[r].float(), key) * scale
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
-        out[r] = torch.einsum("hn,nhd->hd", score.softmax(-1), value).to(out.dtype)
+    """Torch twin of `decode_attention`, in float32, a row at a time, whatever the stretches."""
+    listed = work[HEADER : HEADER + ITEM * int(work[0])].view(-1, ITEM).tolist()
+    for row, token, length, _, number, *_ in listed:
+        if number == 0:
+            pages = table[row, :length].to(torch.int64)
+            position = torch.tensor([length - 1], device=q.device)
+            out[token] = attend_ref(q[token, None], kv, pages, position, scores)[0].to(out.dtype)

@@ -30,7 +30,7 @@ class Kernels:
     fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     apply_rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
-    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
     argmax: Callable[[Tensor], tuple[Tensor, Tensor]]
     filter_sample: Callable[[Tensor, sampling_filter.FilterParams, Tensor], None]
     penalise: Callable[[Tensor, penalties.PenaltyParams, Tensor], None]

@@ -15,18 +15,12 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Decode attention: KV tokens per tile, fewest KV tokens per program (`split`), warps, pipeline depth, and most
-    programs per row and KV head, which bounds the space for their results.
-
-    How a row is split follows from its own length, not from the batch, so that its sums are formed in the same order
-    whatever else runs beside it.
-    """
+    """Decode attention: KV tokens per tile, warps, pipeline depth, and numbers of partial results joined at a time."""
 
     block_n: int
-    split: int
     warps: int
     stages: int
-    max_splits: int = 32
+    join: int = 4096
 
 
 @dataclass(frozen=True)
@@ -59,24 +53,29 @@ def row_config(width: int) -> RowConfig:
     return RowConfig(rows, 4 if block * rows <= 4096 else 8)
 
 
-def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """By head size and bytes per element: K and V tiles must fit in shared memory, float32 dots in registers."""
-    if itemsize > 2:
-        return DecodeConfig(block_n=16, split=256, warps=4, stages=2)
+DECODE_PROGRAMS_PER_SM = 2
+"""Decode programs that run at once on a multiprocessor: tiles of two fill its shared memory."""
+
+
+def decode_config(head_dim: int, kv_size: int, q_size: int) -> DecodeConfig:
+    """By head size and bytes per number of the pool and of q: K and V tiles must fit in shared memory, float32 dots in
+    registers."""
+    if q_size > 2:
+        return DecodeConfig(block_n=16, warps=4, stages=2)
     if head_dim <= 128:
-        return DecodeConfig(block_n=128, split=256, warps=4, stages=2)
-    return DecodeConfig(block_n=32, split=256, warps=4, stages=2)
+        return DecodeConfig(block_n=64 if kv_size > 1 else 128, warps=4, stages=3)
+    return DecodeConfig(block_n=32, warps=4, stages=3)
 
 
-def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
-    """By head size and bytes per element; float32 (tests, debugging) has no tensor cores and takes small tiles."""
-    if itemsize > 2:
+def prefill_config(head_dim: int, kv_size: int, q_size: int) -> PrefillConfig:
+    """Same arguments; float32 (tests, debugging) has no tensor cores and takes small tiles."""
+    if q_size > 2:
         return PrefillConfig(block_m=32, block_n=16, warps=8, stages=2)
     if head_dim > 128:
         return PrefillConfig(block_m=64, block_n=32, warps=4, stages=2)
     if head_dim <= 64:
-        return PrefillConfig(block_m=64, block_n=64, warps=4, stages=3)
-    return PrefillConfig(block_m=128, block_n=128, warps=8, stages=2)
+        return PrefillConfig(block_m=128, block_n=64, warps=4, stages=3)
+    return PrefillConfig(block_m=128, block_n=128 if kv_size > 1 else 64, warps=8, stages=3)
 
 
 FILTER = FilterConfig(block=8192, warps=32)

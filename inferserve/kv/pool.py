@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from inferserve.kernels.kv_quant import is_quantised
+from inferserve.kernels.paged_kv import PagedKv
 
 SCALE = torch.float32
 
@@ -40,16 +41,25 @@ class KvPool:
     Attributes:
         tokens: how many are given out. One more, index `tokens`, is the spare place: tokens that only fill up a step
             are written there, and nobody reads them.
+        dtype: of the model, in which K and V come.
         k, v: by layer, [tokens + 1, kv_heads, head_dim]; uninitialised: only written tokens are ever read.
         k_scale, v_scale: by layer, float32 [tokens + 1, kv_heads], what the stored 8-bit numbers are multiplied with;
             None for a pool in the model's own dtype.
     """
 
-    def __init__(self, shapes: tuple[KvShape, ...], tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Room for `tokens` stored as `dtype`: the model's, torch.float8_e4m3fn or torch.int8."""
+    def __init__(
+        self,
+        shapes: tuple[KvShape, ...],
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+    ) -> None:
+        """Room for `tokens` of a model in `dtype`, stored as that or as `stored` (torch.float8_e4m3fn, torch.int8)."""
         self.shapes = shapes
         self.tokens = tokens
-        places = tokens + 1
+        self.dtype = dtype
+        dtype, places = stored or dtype, tokens + 1
         self.k = [torch.empty((places, s.kv_heads, s.head_dim), dtype=dtype, device=device) for s in shapes]
         self.v = [torch.empty((places, s.kv_heads, s.value_dim), dtype=dtype, device=device) for s in shapes]
         self.k_scale, self.v_scale = (
@@ -64,6 +74,10 @@ class KvPool:
     def spare(self) -> int:
         """Index of the place that is never given out."""
         return self.tokens
+
+    def layer(self, layer: int) -> PagedKv:
+        """K and V of one layer."""
+        return PagedKv(self.k[layer], self.v[layer], self.k_scale[layer], self.v_scale[layer])
 
     @staticmethod
     def bytes_per_token(shapes: tuple[KvShape, ...], dtype: torch.dtype) -> int:

@@ -40,6 +40,19 @@ def test_equals_the_definition(rows: list[tuple[int, int]], window: int, layout:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("layout", ["shuffled", "contiguous"])
+@pytest.mark.parametrize("window", [0, 8])
+@pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS.keys())
+def test_equals_the_definition_over_8_bits(
+    rows: list[tuple[int, int]], window: int, layout: str, stored: torch.dtype
+) -> None:
+    step = paged_step(rows, SHAPE, 6, layout=layout, stored=stored)
+    expected = expected_attention(step, scale=0.3, window=window)
+    out = run(step, LayerSpec(0, 0.3, window))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [0, 8])
 def test_softcap(window: int) -> None:
     step = paged_step(STEPS["everything"], SHAPE, 6)
