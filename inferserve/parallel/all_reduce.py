@@ -7,6 +7,7 @@ are made of launches whose shape does not change, so that CUDA graphs can hold t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -41,32 +42,44 @@ class Collective:
         return x
 
 
+@dataclass(frozen=True)
 class Symmetric:
-    """Sums through torch's symmetric memory where size and dtype allow it; the others go to `rest`.
+    """Sums through torch's symmetric memory where size and dtype allow it.
 
-    A buffer serves one sum after the other on one stream: each operation ends with a barrier of all ranks on the device.
+    The buffer serves one sum after the other on one stream: each operation ends with a barrier of all ranks on the device.
+
+    Attributes:
+        buffer: uint8 [SYMMETRIC_BYTES], which the other ranks have mapped.
+        group: name of the process group.
+        ranks: how many it has.
+        rest: for all other sums.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, rest: AllReduce) -> None:
+    buffer: torch.Tensor
+    group: str
+    ranks: int
+    rest: AllReduce
+
+    @staticmethod
+    def between(group: dist.ProcessGroup, device: torch.device, rest: AllReduce) -> Symmetric:
+        """Allocate and map; all ranks call it together, on GPUs that are `reachable`."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self._name = group.group_name
-        self._rest = rest
-        self._buffer = symmetric_memory.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device)
-        # The handle keeps the other ranks' memory mapped.
-        self._handle = symmetric_memory.rendezvous(self._buffer, group)
+        buffer = symmetric_memory.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(buffer, group)
+        return Symmetric(buffer, group.group_name, dist.get_world_size(group), rest)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See AllReduce."""
         size = x.numel() * x.element_size()
-        if size > SYMMETRIC_BYTES or size % (_ALIGNED * self._handle.world_size) or x.dtype not in _DTYPES:
-            return self._rest.sum(x)
-        shared = self._buffer[:size].view(x.dtype).view(x.shape)
+        if size > SYMMETRIC_BYTES or size % (_ALIGNED * self.ranks) or x.dtype not in _DTYPES:
+            return self.rest.sum(x)
+        shared = self.buffer[:size].view(x.dtype).view(x.shape)
         if size <= ONE_SHOT_BYTES:
-            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self._name)
+            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self.group)
             return total
         shared.copy_(x)
-        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._name)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self.group)
         return x.copy_(shared)
 
 

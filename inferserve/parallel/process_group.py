@@ -95,7 +95,7 @@ def joined(rank: int, size: int, device_type: str, run_dir: Path, all_reduce: st
     group = dist.group.WORLD
     ranks = ProcessGroup(group, device, Collective(group))
     if all_reduce == "symmetric" and device.type == "cuda" and ranks.least(reachable(rank, size)):
-        ranks = ProcessGroup(group, device, Symmetric(group, device, Collective(group)))
+        ranks = ProcessGroup(group, device, Symmetric.between(group, device, Collective(group)))
     try:
         yield ranks
     finally:
