@@ -27,12 +27,13 @@ from benchmarks import schema
 from benchmarks.serving import Server
 
 _SHAPES = Path(__file__).parent / "shapes"
-_START_LIMIT_S = {"8b": 90.0, "0.6b": 60.0}
+_START_LIMIT_S = {"8b": 90.0, "8b-long": 90.0, "0.6b": 60.0}
 _STOP_S = 3.0
 _COMMON = "--load-format dummy --max-req-total-len 8192 --disable-log-requests"
 _SMALL = {"0.6b": "--httpserver-workers 4"}
 """Flags of one model: the small one is limited by its front end."""
-SHAPES = {"8b": "llama-3.1-8b", "0.6b": "qwen3-0.6b"}
+_LONG_FLAGS = "--max-req-total-len 131072 --running-max-req-size 64 --max-queued-requests 64"
+SHAPES = {"8b": "llama-3.1-8b", "8b-long": "llama-3.1-8b", "0.6b": "qwen3-0.6b"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ STAGES = (
     _load("8b-turns-only-new", "8b", "--workload multi-turn --only-new --clients 64 --turns 8 --prefix-len 2048"
           " --input-len 128 --output-len 128", 60, 0),
     _load("8b-bursty", "8b", "--workload bursty --rate 12 --burstiness 0.5 --requests 200", 40, 0),
+    Stage("8b-long", "8b-long", "benchmarks.long_context", "", 150),
     _load("0.6b-one", "0.6b", f"{_ONE} --requests 4", 15, 800),
     _load("0.6b-64", "0.6b", f"{_SHORT} --clients 64 --requests 640", 30, 22000),
     _load("0.6b-256", "0.6b", f"{_SHORT} --clients 256 --requests 1280", 35, 33000),
@@ -234,7 +236,8 @@ def main() -> None:
         raise SystemExit(f"no such stage: {', '.join(unknown)}")
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    flags = {"8b": f"{args.flags} {args.flags_8b}".strip(), "0.6b": f"{args.flags} {args.flags_small}".strip()}
+    own = {"8b": args.flags_8b, "8b-long": f"{args.flags_8b} {_LONG_FLAGS}", "0.6b": args.flags_small}
+    flags = {model: f"{args.flags} {more}".strip() for model, more in own.items()}
     suite = Suite(out, args.limit, flags)
     suite.run([known[name] for name in names])
     print("\n".join(table(suite.rows)[:100]), flush=True)

@@ -22,11 +22,13 @@ import sys
 import time
 import urllib.request
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from benchmarks import load_report, schema
+from benchmarks.load_events import Outcome
 from benchmarks.load_plan import WORKLOADS, Plan
 from benchmarks.load_worker import Orders, Results
 from benchmarks.serving import Server
@@ -159,18 +161,39 @@ def orders_of(plan: Plan, base: str, timeout_s: float, processes: int) -> list[O
     return [Orders(plan, base, "/completions", share, share_of, timeout_s) for share, share_of in pairs]
 
 
-def run(plan: Plan, base: str, *, timeout_s: float = 120.0, processes: int = 0) -> dict[str, Any]:
-    """Put the load on the server; the figures (see `load_report`), and what the client itself cost."""
+@dataclass(frozen=True)
+class Run:
+    """What came of a load. Times are CLOCK_MONOTONIC, ns; see `Results` for `idle_ns` and `cpu_s`."""
+
+    outcomes: list[Outcome]
+    begin_ns: int
+    idle_ns: int
+    processes: int
+    busiest_cpu_s: float
+
+    def figures(self) -> dict[str, Any]:
+        """See `load_report`; and what the client itself cost."""
+        found = load_report.report(self.outcomes, self.begin_ns, self.idle_ns)
+        share = round(self.busiest_cpu_s / max(found["wall_s"], 1e-9), 3)
+        return {**found, "client": {"processes": self.processes, "busiest_cpu_share": share}}
+
+
+def collect(plan: Plan, base: str, *, timeout_s: float = 120.0, processes: int = 0) -> Run:
+    """Put the load on the server and wait for its end."""
     with Processes(orders_of(plan, base, timeout_s, processes)) as started:
         begin_ns, results = started.run()
-    outcomes = [seen for one in results for seen in one.outcomes]
-    figures = load_report.report(outcomes, begin_ns, min(one.idle_ns for one in results))
-    busiest = max(one.cpu_s for one in results)
-    figures["client"] = {
-        "processes": len(results),
-        "busiest_cpu_share": round(busiest / max(figures["wall_s"], 1e-9), 3),
-    }
-    return figures
+    return Run(
+        [seen for one in results for seen in one.outcomes],
+        begin_ns,
+        min(one.idle_ns for one in results),
+        len(results),
+        max(one.cpu_s for one in results),
+    )
+
+
+def run(plan: Plan, base: str, *, timeout_s: float = 120.0, processes: int = 0) -> dict[str, Any]:
+    """Figures of a load."""
+    return collect(plan, base, timeout_s=timeout_s, processes=processes).figures()
 
 
 def warm_up(plan: Plan, base: str, requests: int) -> None:

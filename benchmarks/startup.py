@@ -22,7 +22,7 @@ from benchmarks.serving import Server
 
 _SHAPE = Path(__file__).parent / "shapes" / "llama-3.1-8b"
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
-_PHASE = re.compile(r"(?P<what>[a-zA-Z][a-zA-Z ,]*?) .*?seconds=(?P<seconds>[\d.]+)")
+_PHASE = re.compile(r"(?P<what>[^=]*?) +(\w+=\S* +)*?seconds=(?P<seconds>[\d.]+)")
 
 
 def phases(log: str) -> dict[str, float]:

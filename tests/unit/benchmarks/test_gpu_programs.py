@@ -1,0 +1,83 @@
+"""Benchmarks for GPUs run here too, on small shapes or the fake engine: what they print and write, and what fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_suite, startup
+from benchmarks.load_events import Outcome
+from benchmarks.long_context import gaps_within, prefill_flops
+from inferserve.config.model_config import ModelConfig
+from tests.fakes.model_folder import CONFIG
+
+_FAKE = "--engine fake --fake-step-ms 1"
+
+
+def _run(module: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_floors(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    out = tmp_path / "floors.json"
+    flags = ("--device", "cpu", "--copy-mb", "1", "--matmul", "64", "--rows", "1", "8", "--out", str(out))
+    done = _run("floors", "--shape", str(tmp_path), *flags)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(out.read_text())["figures"]
+    assert set(figures["decode_gemms_ms"]) == {"1", "8"} and figures["copy_tb_s"] > 0
+    assert figures["kv_bytes_per_token_bf16"] == 2 * 2 * 2 * 4 * 2
+
+
+def test_phases_of_a_start() -> None:
+    log = (
+        "23:40:01.1 INFO    engine-0     weights loaded seconds=1.25 runs_on=Decoder\n"
+        "23:40:02.1 INFO    engine-0     warmed up seconds=3\nnoise\n"
+        "23:40:03.1 INFO    http-0       ready seconds=4.199\n"
+    )
+    assert startup.phases(log) == {"engine-0 weights loaded": 1.25, "engine-0 warmed up": 3.0, "http-0 ready": 4.199}
+
+
+def test_operations_of_a_prompt() -> None:
+    config = ModelConfig.from_json(CONFIG)
+    layer = 2 * (16 * 4 * 12 + 3 * 16 * 32)
+    attention = 2 * 4 * 4 * 4 * 100**2 / 2
+    assert prefill_flops(config, 100) == pytest.approx(2 * layer * 100 + attention * 1.0, rel=0.05)
+
+
+def test_gaps_in_a_window() -> None:
+    ms = 10**6
+    seen = Outcome(0, 0, 0, 1, 0, 0, "", True, [t * ms for t in (0, 10, 30, 60, 100)])
+    assert gaps_within([seen], 25 * ms, 60 * ms) == [20, 30]
+
+
+def test_suite_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is killed, one that fails, a model whose server does not start, no time left: all are named."""
+    load = "--clients 2 --requests 4 --input-len 16 --output-len 8"
+    stages = [
+        gpu_suite.Stage("slow", "8b", "benchmarks.serve_load", "--clients 1 --requests 1 --output-len 8000", 2.0),
+        gpu_suite.Stage("bad", "8b", "benchmarks.serve_load", f"{load} --model nobody", 20.0),
+        gpu_suite.Stage("good", "8b", "benchmarks.serve_load", load, 20.0, 100.0),
+        gpu_suite.Stage("unserved", "0.6b", "benchmarks.serve_load", load, 20.0),
+        gpu_suite.Stage("late", "", "benchmarks.floors", "", 20.0),
+    ]
+    suite = gpu_suite.Suite(tmp_path, 60.0, {"8b": _FAKE, "0.6b": f"{_FAKE} --max-n 0"})
+    suite.run(stages[:4])
+    suite._end = 0.0
+    suite.run(stages[4:])
+    status = {row["name"]: row["status"] for row in suite.rows}
+    assert status["8b-start"] == status["good"] == "ok"
+    assert status["slow"].startswith("KILLED") and status["bad"] == "FAILED (1)"
+    assert status["0.6b-start"] == "FAILED" and status["unserved"] == "skipped: no server"
+    assert status["late"] == "skipped: no time left"
+    lines = gpu_suite.table(suite.rows)
+    assert any("--max-n 0" in line for line in lines), lines
+    assert any("nobody" in line for line in lines), lines
+    saved = json.loads((tmp_path / "summary.json").read_text())["figures"]["stages"]
+    assert [row["name"] for row in saved] == [row["name"] for row in suite.rows]
+    assert saved[3]["figures"]["tokens"]["by_usage"] == 32 and saved[3]["server_cpu_us_per_token"]
