@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from inferserve.attention.base import AttentionBatch, AttentionPlan, Bucket, HostRows, LayerSpec
-from inferserve.attention.reference import ReferenceAttention, ReferencePlan
+from inferserve.attention.reference import ReferenceAttention
 from inferserve.kernels.rope_write import PackedHeads, Rotation, rotated_heads_ref
 from inferserve.kv.pool import KvPool
 
@@ -71,5 +71,5 @@ class ListedAttention:
         self.pool.k[spec.layer][padding], self.pool.v[spec.layer][padding] = k[tokens:], v[tokens:]
         if tokens:
             parts = (t[:tokens] for t in (q, k, v))
-            out[:tokens] = self._inner.forward(spec, ReferencePlan(step, q.dtype), *parts)
+            out[:tokens] = self._inner.forward(spec, self._inner.plan(step), *parts)
         return out

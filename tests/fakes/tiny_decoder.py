@@ -146,12 +146,14 @@ class RunnerBackend:
             return self.runner.launch(batch)
 
 
-def generate(runner: Runner, seed: int, chunk: int) -> tuple[list[tuple[int, ...]], RunnerBackend, Driver]:
+def generate(
+    runner: Runner, seed: int, chunk: int, *, prompts: int = 14, new_tokens: int = 12
+) -> tuple[list[tuple[int, ...]], RunnerBackend, Driver]:
     """Texts of some random prompts, with chunks, prefix hits and pauses on the way."""
     backend = RunnerBackend(runner)
     driver = Driver(backend, kv_tokens=TOKENS, max_rows=ROWS, max_len=LENGTH, prefix_cache=True, chunk=chunk)
-    prompts = random_prompts(14, 25, seed)
-    return driver.generate(prompts, 12, batch=5 + seed % 3, pause_every=9), backend, driver
+    texts = driver.generate(random_prompts(prompts, 25, seed), new_tokens, batch=5 + seed % 3, pause_every=9)
+    return texts, backend, driver
 
 
 def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
