@@ -75,7 +75,7 @@ class WindowPlan:
 class ReferencePlan:
     """A step: index tensors by window size, made when the first layer of that size asks."""
 
-    def __init__(self, batch: AttentionBatch, dtype: torch.dtype, exact: bool) -> None:
+    def __init__(self, batch: AttentionBatch, dtype: torch.dtype, exact: bool = True) -> None:
         """`exact`: the pool holds K and V as they came."""
         self.batch = batch
         self.dtype = dtype
