@@ -124,6 +124,10 @@ def _deterministic(config: ServerConfig) -> list[str]:
         "--device cpu: matrix products on a CPU depend on the number of rows": engine.device == "cpu",
         "--attention-backend reference: it groups sequences by length": engine.attention_backend == "reference",
         "--model-backend transformers: its layers are not ours": engine.model_backend == "transformers",
+        f"--quant-type {config.model.quant_type}: fp8 products depend on the number of rows": (
+            config.model.quant_type != "none"
+        ),
+        f"--tp {config.parallel.tp}: sums over GPUs depend on the number of rows": config.parallel.tp > 1,
         f"--spec-mode {engine.spec_mode}: guessed tokens are computed together": engine.spec_mode != "none",
     }
     return [f"--deterministic contradicts {reason}" for reason, holds in reasons.items() if holds]

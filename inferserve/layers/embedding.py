@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from inferserve.layers.packed import packed, plain
+from inferserve.layers.packed import in_order, packed, plain
 from inferserve.parallel.ranks import ALONE, Ranks
 
 
@@ -44,9 +44,12 @@ class Head(nn.Module):
         )
         self._matmul = plain(self.weight, None)
 
-    def pack(self) -> None:
+    def pack(self, ordered: bool = False) -> None:
         """Lay the filled weight out for the device; see `Linear.pack`."""
         assert self.weight is not None
+        if ordered:
+            self._matmul = in_order(self.weight, None)
+            return
         matmul = packed(self.weight, None)
         if matmul is not None:
             self._matmul, self.weight = matmul, None

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from inferserve.layers.packed import Matmul, packed, plain
+from inferserve.layers.packed import Matmul, in_order, packed, plain
 from inferserve.layers.quant import Fp8Scheme, Fp8Weight, Slot
 
 
@@ -38,12 +38,19 @@ class Linear(nn.Module):
         assert self.weight is not None, "packed already"
         return {"weight": self.weight[rows], **bias}
 
-    def pack(self) -> None:
-        """Lay the filled weight out for the device. Where that makes another of it, `weight` is given up."""
+    def pack(self, ordered: bool = False) -> None:
+        """Lay the filled weight out for the device. Where that makes another of it, `weight` is given up.
+
+        Args:
+            ordered: a row's product must not depend on how many there are (CUDA, float weights).
+        """
         if self.quantised is not None:
             self._matmul = self.quantised.matmul(self.bias)
             return
         assert self.weight is not None
+        if ordered:
+            self._matmul = in_order(self.weight, self.bias)
+            return
         matmul = packed(self.weight, self.bias)
         if matmul is not None:
             self._matmul, self.weight = matmul, None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from inferserve.kernels.ordered_matmul import ordered_matmul
 from inferserve.kernels.skinny_matmul import skinny_matmul
 
 Matmul = Callable[[torch.Tensor], torch.Tensor]
@@ -40,6 +41,11 @@ FEW_ROWS: tuple[FewRows, ...] = ()
 def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
     """The product with `weight` [outputs, inputs] as it is."""
     return partial(functional.linear, weight=weight, bias=bias)
+
+
+def in_order(weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
+    """The product whose sums do not depend on the number of rows, for CUDA."""
+    return partial(ordered_matmul, weight=weight, bias=bias)
 
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul | None:

@@ -68,11 +68,11 @@ class Decoder(nn.Module):
         self.norm = RmsNorm(spec.size, spec.norm_eps)
         self.head = Head(spec.vocab, spec.size, self.embedding if spec.tied else None, ranks)
 
-    def prepare(self, max_len: int, device: torch.device) -> None:
-        """After loading: weights laid out for the device, rotations for positions below `max_len`."""
+    def prepare(self, max_len: int, device: torch.device, ordered: bool = False) -> None:
+        """After loading: weights laid out for the device (see `Linear.pack`), rotations for positions below `max_len`."""
         for module in self.modules():
             if isinstance(module, Linear | Head):
-                module.pack()
+                module.pack(ordered)
         self.rotary.prepare(max_len, device)
 
     @property

@@ -91,7 +91,10 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device, r
             drawn=drawn,
             quant=_quant(config, model_config, drawn=drawn),
             ranks=ranks,
+            ordered=config.engine.deterministic,
         )
+    if config.engine.deterministic:
+        raise ConfigError(f"--deterministic: model type {model_config.model_type!r} runs through transformers' layers")
     if ranks.size > 1:
         raise ConfigError(
             f"--tp {ranks.size}: model type {model_config.model_type!r} runs through transformers, undivided"
@@ -114,6 +117,8 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device, r
 def _quant(config: ServerConfig, model_config: ModelConfig, *, drawn: bool) -> Fp8Scheme | None:
     """As the checkpoint is stored, else as the flag says. Drawn weights are floats in any case."""
     stored = model_config.quantization
+    if config.engine.deterministic and (stored is not None or config.model.quant_type != "none"):
+        raise ConfigError("--deterministic: products with fp8 weights depend on the number of rows; use float weights")
     kind = stored.quant_type if stored else config.model.quant_type
     return None if kind == "none" else Fp8Scheme(kind == BLOCK, stored.scale if stored and not drawn else "")
 
@@ -130,6 +135,7 @@ def load_decoder(
     drawn: bool = False,
     quant: Fp8Scheme | None = None,
     ranks: Ranks = ALONE,
+    ordered: bool = False,
 ) -> Decoder:
     """Our stack, or a rank's share of it, filled from `folder`, `gguf_file` or a random generator (`drawn`), ready for positions below `max_len`."""
     if quant and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_SINCE:
@@ -160,7 +166,7 @@ def load_decoder(
         source = Safetensors(folder)
     with torch.inference_mode():
         load(source, wanted, optional, ignored, cuts)
-        model.prepare(max_len, device)
+        model.prepare(max_len, device, ordered)
     return model
 
 

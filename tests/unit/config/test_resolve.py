@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from inferserve.config import machine, model_source, resolve
+from inferserve.config.checks import check_resolved
 from inferserve.config.cli import parse
-from inferserve.config.schema import ServerConfig, decode, encode
+from inferserve.config.schema import ParallelPart, ServerConfig, decode, encode
 from inferserve.errors import ConfigError
 from tests.fakes.model_folder import EOS, embedding, safetensors, tokenizer, write_model
 
@@ -69,6 +71,43 @@ def test_a_gpu_changes_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (config.schedule.chunked_prefill_size, config.schedule.batch_max_tokens) == (4096, 8448)
     assert _resolve(tmp_path / "m", "--device", "cpu").engine.device == "cpu"
     assert _resolve(tmp_path / "m", "--engine", "fake").engine.device == "cpu"
+
+
+def test_steps_have_a_target_where_they_can_be_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "m")
+    assert _resolve(model).schedule.target_step_ratio == 0
+    monkeypatch.setattr(resolve, "cuda_problem", lambda: "")
+    schedule = _resolve(model).schedule
+    assert (schedule.target_step_ratio, schedule.target_step_ms) == (1.35, 0)
+    schedule = _resolve(model, "--target-step-ms", "12").schedule
+    assert (schedule.target_step_ratio, schedule.target_step_ms) == (0, 12)
+    assert _resolve(model, "--target-step-ratio", "0").schedule.target_step_ratio == 0
+
+
+def test_guesses_are_of_four_tokens(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    assert _resolve(model).engine.spec_tokens == 0
+    assert _resolve(model, "--spec-mode", "ngram").engine.spec_tokens == 4
+    assert _resolve(model, "--spec-mode", "ngram", "--spec-tokens", "7").engine.spec_tokens == 7
+
+
+def test_deterministic_needs_parts_that_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "m")
+    (problem, other) = _problems(model, "--deterministic")
+    assert "--device cpu" in problem and "--attention-backend reference" in other
+    assert _resolve(model, "--deterministic", "--engine", "fake", "--spec-mode", "ngram").engine.deterministic
+    monkeypatch.setattr(resolve, "cuda_problem", lambda: "")
+    assert _resolve(model, "--deterministic").engine.deterministic
+    for flags in (
+        ("--spec-mode", "ngram"),
+        ("--model-backend", "transformers"),
+        ("--attention-backend", "reference"),
+        ("--quant-type", "fp8w8a8"),
+    ):
+        (problem,) = _problems(model, "--deterministic", *flags)
+        assert problem.startswith(f"--deterministic contradicts {' '.join(flags)}")
+    two = replace(_resolve(model, "--deterministic"), parallel=ParallelPart(tp=2))
+    assert any(p.startswith("--deterministic contradicts --tp 2") for p in check_resolved(two, 512))
 
 
 def test_the_kv_pool_limits_the_default_length(tmp_path: Path) -> None:
