@@ -69,3 +69,20 @@ def graphs_do_not_fit(config: ServerConfig, tokens: int, graphs: int, free: int)
         f" --graph-max-batch-size {engine.graph_max_batch_size} or"
         f" --prefill-cudagraph-max-handle-token {engine.prefill_cudagraph_max_handle_token}, or use --disable-cudagraph"
     )
+
+
+def weights_do_not_fit(config: ServerConfig, held: int, free: int) -> str:
+    """What to say when loading ran out of device memory. `held`: what this process has, bytes; `free`: what is left."""
+    size = config.facts.weights * (4 if config.model.data_type == "float32" else 2) / config.parallel.tp / GIB
+    return f"too little device memory for the weights: {size:.1f} GiB as --data-type {config.model.data_type}, this process holds {held / GIB:.1f} GiB and {free / GIB:.1f} GiB are free"
+
+
+def steps_do_not_fit(config: ServerConfig, held: int, free: int, total: int) -> str:
+    """What to say when the largest steps or the pool ran out of device memory; bytes as in `weights_do_not_fit`."""
+    schedule, share = config.schedule, config.engine.mem_fraction
+    return (
+        f"too little device memory for the largest steps and the KV pool: this process holds {held / GIB:.1f} GiB,"
+        f" {free / GIB:.1f} of the device's {total / GIB:.1f} GiB are free. Lower --mem-fraction {share:g} (the pool),"
+        f" --batch-max-tokens {schedule.batch_max_tokens}, --running-max-req-size {schedule.running_max_req_size} or"
+        f" --max-req-total-len {config.model.max_req_total_len} (the steps)"
+    )

@@ -65,9 +65,8 @@ class TorchBackend:
         try:
             pool = self._make_pool(model, model_config, dtype)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"too little device memory, lower --mem-fraction or --batch-max-tokens: {error}"
-            ) from error
+            held, (free, total) = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()
+            raise ConfigError(memory.steps_do_not_fit(config, held, free, total)) from error
         if self._device.type == "cuda":
             self._capture(pool)
         elif config.engine.warmup:
@@ -110,7 +109,8 @@ class TorchBackend:
         try:
             model = load_model(self._config, dtype, self._device, self._ranks)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(f"too little device memory for the weights: {error}") from error
+            held, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+            raise ConfigError(memory.weights_do_not_fit(self._config, held, free)) from error
         event(log, "weights loaded", seconds=round(time.monotonic() - started, 2), runs_on=type(model).__name__)
         return model
 

@@ -58,3 +58,13 @@ def test_graphs_that_do_not_fit_name_every_way_out() -> None:
     for flag in ("--mem-fraction 0.95", "--graph-max-batch-size 256", "--disable-cudagraph", "5000 tokens", "0.25 GiB"):
         assert flag in told
     assert "--prefill-cudagraph-max-handle-token 2048" in told
+
+
+def test_out_of_memory_names_flags_and_numbers() -> None:
+    asked = ServerConfig(facts=ModelFacts(weights=8 * memory.GIB))
+    said = memory.weights_do_not_fit(asked, 12 * memory.GIB, memory.GIB // 2)
+    assert "16.0 GiB" in said and "12.0 GiB" in said and "0.5 GiB" in said and "--data-type" in said
+    said = memory.steps_do_not_fit(asked, 130 * memory.GIB, memory.GIB, 140 * memory.GIB)
+    assert "130.0 GiB" in said and "1.0 of the device's 140.0 GiB" in said
+    for flag in ("--mem-fraction 0.9", "--batch-max-tokens 0", "--running-max-req-size 256", "--max-req-total-len 0"):
+        assert flag in said
