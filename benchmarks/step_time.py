@@ -4,7 +4,7 @@
 
 Random weights of real shapes; rows decode at a context of 1024 tokens, one step ahead, greedy; "mixed" is 64 of them
 beside 256 prompt tokens. Each time stands beside its floor: bytes of weights and of KV read, over the copy rate measured in the
-same run. About 60 s on an H200 for both shapes with cold kernel caches.
+same run. What does not fit into --limit seconds is left out.
 """
 
 from __future__ import annotations
@@ -141,9 +141,8 @@ def start(shape: str, device: str) -> tuple[Engine, float]:
         for tensor in (*pool.k, *pool.v):
             tensor.normal_()
     unread = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    size = pool.k[0].element_size()
-    kv_bytes = KvPool.bytes_per_token(pool.shapes, pool.k[0].dtype)
-    return Engine(backend, facts.kv_tokens, (weight_count(model) - unread) * size, kv_bytes), seconds
+    weights = (weight_count(model) - unread) * pool.dtype.itemsize
+    return Engine(backend, facts.kv_tokens, weights, KvPool.bytes_per_token(pool.shapes, pool.k[0].dtype)), seconds
 
 
 def copy_rate() -> float:
@@ -173,12 +172,15 @@ def measure(engine: Engine, rows: int, chunk: int, steps: int) -> Json:
     return {"ms": round(ms, 3), "launch_ms": round(statistics.median(pipeline.launch_ms), 3)}
 
 
-def measure_all(engine: Engine, rate: float, steps: int) -> Json:
-    """Every batch size, with graphs and without, beside its floor, and traces of some."""
+def measure_all(engine: Engine, rate: float, steps: int, end: float) -> Json:
+    """Every batch size, with graphs and without, beside its floor, and traces of some, until the clock says `end`."""
     graphs, plain = engine.backend, engine.backend._ready()
     figures: Json = {}
     for rows, chunk in (*((rows, 0) for rows in BATCHES), (64, CHUNK)):
         name = f"mixed_{rows}_{chunk}" if chunk else f"decode_{rows}"
+        if time.monotonic() > end:
+            print(f"{name}: no time left", flush=True)
+            break
         floor = (engine.weight_bytes + rows * CONTEXT * engine.kv_bytes) / rate * 1000
         graphs._runner = plain
         figures[name] = {"floor_ms": round(floor, 3), "graph": measure(engine, rows, chunk, steps)}
@@ -203,11 +205,13 @@ def attempt(run: Any) -> Json:
     return result
 
 
-def measure_shape(shape: str, rate: float, steps: int) -> Json:
+def measure_shape(shape: str, rate: float, steps: int, end: float) -> Json:
     """Start, measure, let go of the memory."""
+    if time.monotonic() > end:
+        return {"error": "no time left"}
     engine, seconds = start(shape, "cuda")
     try:
-        return {"start_seconds": round(seconds, 2), **measure_all(engine, rate, steps)}
+        return {"start_seconds": round(seconds, 2), **measure_all(engine, rate, steps, end)}
     finally:
         engine.backend._runner = None
         del engine
@@ -220,13 +224,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-3.1-8b,qwen3-0.6b")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds after which no other case is begun")
     parser.add_argument("--out", default="benchmarks/results/step_time.json")
     options = parser.parse_args()
     log.setup("step_time")
+    end = time.monotonic() + options.limit
     rate = copy_rate()
     figures: Json = {"copy_tb_per_s": round(rate / 1e12, 3)}
     for shape in options.shapes.split(","):
-        figures[shape] = attempt(lambda shape=shape: measure_shape(shape, rate, options.steps))
+        figures[shape] = attempt(lambda shape=shape: measure_shape(shape, rate, options.steps, end))
         schema.write(options.out, result(options, figures))
     print(json.dumps(figures, indent=1))
     return int(any("error" in figures[shape] for shape in options.shapes.split(",")))
