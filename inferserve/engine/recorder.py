@@ -34,11 +34,14 @@ class CudaRecorder:
     A graph's intermediate results are free for the next graph that is captured, so record the largest first; the result
     stays its own. Replays run on the caller's stream. That graphs share memory, and share the capture stream's cuBLAS
     workspace, is safe because no two run at the same time.
+
+    Args:
+        stream: to capture on. Torch keeps a workspace for every stream that ever had a product: use one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream
 
     def record(self, run: Run) -> Run:
         """See Recorder.

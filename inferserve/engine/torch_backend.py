@@ -50,6 +50,7 @@ class TorchBackend:
         self._ranks = ranks
         self._device = torch.device(config.engine.device)
         self._runner: Runner | None = None
+        self._capturing: torch.cuda.Stream | None = None
 
     @torch.inference_mode()
     def start(self) -> BackendFacts:
@@ -144,7 +145,7 @@ class TorchBackend:
         others = total - free - torch.cuda.memory_reserved()
         steps = max(0, torch.cuda.max_memory_reserved() - weights - (trial.tokens + 1) * bytes_per_token)
         parts = self._parts(trial)
-        graphs = measure(parts, self._buckets(), CudaRecorder(self._device)) if parts else 0
+        graphs = measure(parts, self._buckets(), self._recorder()) if parts else 0
         self._runner = parts = None
         del trial
         torch.cuda.empty_cache()
@@ -156,6 +157,10 @@ class TorchBackend:
 
     def _buckets(self) -> tuple[Bucket, ...]:
         return buckets(self._config.engine, self._max_rows, warmup.largest(self._config, self._max_rows).tokens)
+
+    def _recorder(self) -> CudaRecorder:
+        self._capturing = self._capturing or torch.cuda.Stream(self._device)
+        return CudaRecorder(self._capturing)
 
     def _parts(self, pool: KvPool) -> Parts | None:
         """What graphs are made of; None where steps cannot be captured, or are not to be."""
@@ -174,7 +179,7 @@ class TorchBackend:
         if parts is None:
             return
         try:
-            graphs = capture(parts, wanted, CudaRecorder(self._device))
+            graphs = capture(parts, wanted, self._recorder())
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info()[0]
             raise ConfigError(memory.graphs_do_not_fit(self._config, pool.tokens, len(wanted), free)) from error

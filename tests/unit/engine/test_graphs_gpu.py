@@ -51,7 +51,7 @@ def run(runner: Runner, steps: list[StepBatch], ahead: int) -> list[StepResult]:
 def test_replays_are_the_launches_they_were_made_from(seed: int, dtype: torch.dtype) -> None:
     _, backend, driver = generate(plain_runner(triton, device=DEVICE, dtype=dtype), seed, chunk=5 + seed)
     assert driver.hits > 0
-    replayed, called = captured(CudaRecorder(DEVICE), dtype), captured(EagerRecorder(), dtype)
+    replayed, called = captured(CudaRecorder(torch.cuda.Stream(DEVICE)), dtype), captured(EagerRecorder(), dtype)
     results = [run(replayed, backend.steps, AHEAD), run(called, backend.steps, 0)]
     for step, one, other in zip(backend.steps, *results, strict=True):
         assert not one.failed.any()
@@ -64,7 +64,7 @@ def test_replays_are_the_launches_they_were_made_from(seed: int, dtype: torch.dt
 def test_replays_against_steps_launched_as_they_are(dtype: torch.dtype) -> None:
     plain = plain_runner(triton, device=DEVICE, dtype=dtype)
     texts, _, _ = generate(plain, 2, chunk=7)
-    replayed = captured(CudaRecorder(DEVICE), dtype, forced=plain.sampler.tokens)
+    replayed = captured(CudaRecorder(torch.cuda.Stream(DEVICE)), dtype, forced=plain.sampler.tokens)
     assert generate(replayed, 2, chunk=7)[0] == texts
     for logits, expected in zip(replayed.sampler.logits, plain.sampler.logits, strict=True):
         error = (logits.double() - expected.double()).norm() / expected.double().norm()
@@ -73,7 +73,7 @@ def test_replays_against_steps_launched_as_they_are(dtype: torch.dtype) -> None:
 
 def test_a_launch_does_not_wait_for_the_device() -> None:
     _, backend, _ = generate(plain_runner(triton, device=DEVICE, dtype=torch.bfloat16), 1, chunk=6)
-    runner = captured(CudaRecorder(DEVICE), torch.bfloat16)
+    runner = captured(CudaRecorder(torch.cuda.Stream(DEVICE)), torch.bfloat16)
     run(runner, backend.steps[:10], 0)
     torch.cuda.set_sync_debug_mode("error")
     try:
