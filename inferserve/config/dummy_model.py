@@ -20,6 +20,7 @@ from inferserve.config.model_files import TOKENIZER_FILES, read_json
 from inferserve.config.model_source import ModelSource, Report
 from inferserve.errors import ConfigError
 
+_TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
 _SUFFIXES = (".json", ".jinja", ".py")
 
 
@@ -53,7 +54,7 @@ def _make(origin: Path, files: list[Path], folder: Path) -> None:
         for path in files:
             shutil.copyfile(path, written / path.name)
         (written / "tokenizer.json").write_text(json.dumps(body), "utf-8")
-        (written / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}), "utf-8")
+        (written / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER_CONFIG), "utf-8")
         generation = written / "generation_config.json"
         if not config.eos_ids and not generation.exists():
             # Something has to end a text, though nobody will wait for it: the last id.
