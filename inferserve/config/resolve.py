@@ -118,7 +118,7 @@ def _fill(asked: ServerConfig, source: ModelSource, files: ModelFiles) -> Server
         asked,
         engine=engine,
         model=model,
-        schedule=_schedule(asked.schedule, model.max_req_total_len, engine.device),
+        schedule=_schedule(asked.schedule, model.max_req_total_len, engine.device, engine.deterministic),
         facts=_facts(asked, source, files),
     )
 
@@ -167,11 +167,16 @@ def _quant_type(asked: ServerConfig, files: ModelFiles) -> str:
     return (stored and stored.quant_type) or ALIASES.get(wanted, wanted)
 
 
-def _schedule(asked: SchedulePart, longest: int, device: str) -> SchedulePart:
+def _schedule(asked: SchedulePart, longest: int, device: str, deterministic: bool) -> SchedulePart:
     ratio = asked.target_step_ratio
     if ratio < 0:
         ratio = 0.0 if asked.target_step_ms else _STEP_RATIO[device]
-    asked = replace(asked, target_step_ratio=ratio)
+    asked = replace(
+        asked,
+        target_step_ratio=ratio,
+        # A paused sequence would be computed again as a prompt, which may give other last bits.
+        router_token_ratio=0.0 if deterministic else asked.router_token_ratio,
+    )
     if asked.disable_chunked_prefill:
         return replace(asked, chunked_prefill_size=longest, batch_max_tokens=asked.batch_max_tokens or longest)
     limit = min(longest, asked.batch_max_tokens or longest)

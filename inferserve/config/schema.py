@@ -83,7 +83,7 @@ class EnginePart:
     deterministic: bool = flag(
         False,
         "the same request gives the same tokens and logprobs whatever runs beside it, at some cost in speed; on a GPU,"
-        " without --spec-mode",
+        " without --spec-mode; answers are not cached, and --router-token-ratio is 0",
     )
     spec_mode: str = flag(
         "none",

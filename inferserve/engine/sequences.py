@@ -35,18 +35,31 @@ class Events:
 class Sequences:
     """The running sequences of one engine.
 
+    Args:
+        keeps_answers: what a row has said may be cached as its prompt is. It was computed a token at a time, which may
+            give other last bits than a prompt's chunks.
+
     Attributes:
         rows, rules: their columns.
         ledger: their KV.
         slots: the engine's view of the slot table.
     """
 
-    def __init__(self, slots: SlotView, ledger: KvLedger, backend: EngineBackend, rows: Rows, rules: EndRules) -> None:
+    def __init__(
+        self,
+        slots: SlotView,
+        ledger: KvLedger,
+        backend: EngineBackend,
+        rows: Rows,
+        rules: EndRules,
+        keeps_answers: bool = True,
+    ) -> None:
         self.rows = rows
         self.rules = rules
         self.ledger = ledger
         self.slots = slots
         self._backend = backend
+        self._keeps_answers = keeps_answers
         self._free = list(range(len(rows.state)))[::-1]
         self._params: dict[int, SamplingParams] = {}
         self._row_of_slot: dict[int, int] = {}
@@ -164,6 +177,8 @@ class Sequences:
 
     def _release(self, row: int, good: int) -> None:
         if self.rows.state[row] >= FILLING:
+            if not self._keeps_answers:
+                good = min(good, int(self.rows.prompt_len[row]))
             self.ledger.close(row, self.rows.tokens[row, :good])
             self._backend.close_row(row)
             self.rows.epoch[row] += 1

@@ -70,7 +70,8 @@ class Worker:
         caches = not config.engine.disable_dynamic_prompt_cache
         rules = EndRules(max_rows, config.facts.vocab_size, config.model.eos_id)
         self.ledger = KvLedger(kv_tokens, max_rows, max_len, caches)
-        self.sequences = Sequences(slots, self.ledger, backend, Rows(max_rows, max_len), rules)
+        keeps = not config.engine.deterministic
+        self.sequences = Sequences(slots, self.ledger, backend, Rows(max_rows, max_len), rules, keeps)
         self._backend = backend
         self._pace = make_pace(config, cost)
         self._proposer = make_proposer(config)

@@ -97,7 +97,8 @@ def test_deterministic_needs_parts_that_are(tmp_path: Path, monkeypatch: pytest.
     assert "--device cpu" in problem and "--attention-backend reference" in other
     assert _resolve(model, "--deterministic", "--engine", "fake", "--spec-mode", "ngram").engine.deterministic
     monkeypatch.setattr(resolve, "cuda_problem", lambda: "")
-    assert _resolve(model, "--deterministic").engine.deterministic
+    config = _resolve(model, "--deterministic")
+    assert config.engine.deterministic and config.schedule.router_token_ratio == 0, "nothing is paused"
     for flags in (
         ("--spec-mode", "ngram"),
         ("--model-backend", "transformers"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from inferserve.engine.step import Ints
 from inferserve.errors import EngineError
 from inferserve.protocol.messages import Commands, Finish, SlotRef
 from inferserve.protocol.sampling import SamplingParams
-from tests.fakes.engine import EOS, Rig, expected
+from tests.fakes.engine import EOS, Rig, engine_config, expected
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -188,6 +190,20 @@ def test_what_was_computed_ahead_of_an_end_is_not_cached(depth: int) -> None:
     rig.submit(prompt_of(6), max_tokens=10, seed=1)
     rig.run()
     assert rig.reports[-1].kv.cached == 6 + 3
+
+
+@DEPTHS
+def test_answers_are_not_cached_where_that_could_show(depth: int) -> None:
+    config = engine_config(depth=depth)
+    rig = Rig(config=replace(config, engine=replace(config.engine, deterministic=True)))
+    first = rig.submit(prompt_of(20), max_tokens=8)
+    rig.run()
+    assert rig.reports[-1].kv.cached == 20
+    follow_up = [*prompt_of(20), *rig.output(first), 5, 6, 7]
+    second = rig.submit(follow_up, max_tokens=4)
+    rig.run()
+    assert rig.output(second) == expected(follow_up, 4)
+    assert rig.slots.cached_tokens[second.index] == 20
 
 
 @DEPTHS
