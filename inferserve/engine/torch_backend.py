@@ -169,7 +169,6 @@ class TorchBackend:
             return None
         model, attention = runner.model, runner.lists
         if attention is None or not isinstance(model, CapturableModel) or not model.capturable:
-            event(log, "no CUDA graphs: this model or attention backend cannot be captured")
             return None
         return Parts(model, attention, runner.kernels, runner.staging.rows, pool.spare)
 
@@ -177,6 +176,8 @@ class TorchBackend:
         """Give the runner its graphs."""
         parts, wanted = self._parts(pool), self._buckets()
         if parts is None:
+            if wanted:
+                event(log, "no CUDA graphs: this model or attention backend cannot be captured")
             return
         try:
             graphs = capture(parts, wanted, self._recorder())
