@@ -62,6 +62,12 @@ class EnginePart:
         choices=("auto", "native", "transformers"),
     )
     attention_backend: str = flag("auto", "attention implementation", choices=("auto", "triton", "reference"))
+    llm_kv_type: str = flag(
+        "auto",
+        "how K and V are stored: as --data-type says, or in 8 bits with a scale for each token and head",
+        choices=("auto", "fp8", "int8"),
+        auto="--data-type",
+    )
     mem_fraction: float = flag(
         0.9, "share of device memory for weights + KV (of free host memory on CPU: a quarter of it)"
     )

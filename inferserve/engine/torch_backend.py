@@ -35,6 +35,8 @@ from inferserve.sampling.sampler import Sampler
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_STORED = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""What --llm-kv-type stores K and V as; None = the model's dtype."""
 
 
 class TorchBackend:
@@ -49,6 +51,7 @@ class TorchBackend:
         self._max_rows = max_rows
         self._ranks = ranks
         self._device = torch.device(config.engine.device)
+        self._stored = _STORED[config.engine.llm_kv_type]
         self._runner: Runner | None = None
         self._capturing: torch.cuda.Stream | None = None
 
@@ -72,7 +75,7 @@ class TorchBackend:
             self._capture(pool)
         elif config.engine.warmup:
             self._warm_up(warmup.small(config, self._max_rows))
-        gib = pool.tokens * KvPool.bytes_per_token(pool.shapes, dtype) / memory.GIB
+        gib = pool.tokens * KvPool.bytes_per_token(pool.shapes, pool.k[0].dtype) / memory.GIB
         about: dict[str, str | int | float] = {
             "device": _device_name(self._device),
             "dtype": str(dtype).removeprefix("torch."),
@@ -117,13 +120,13 @@ class TorchBackend:
 
     def _make_pool(self, model: CausalModel, model_config: ModelConfig, dtype: torch.dtype) -> KvPool:
         """The pool, and around it the runner."""
-        bytes_per_token = KvPool.bytes_per_token(model.kv_shapes, dtype)
+        bytes_per_token = KvPool.bytes_per_token(model.kv_shapes, self._stored or dtype)
         if self._device.type == "cpu":
             tokens = memory.host_tokens(self._config, bytes_per_token, available_memory())
         else:
             tokens = self._measure(model, model_config, dtype, bytes_per_token)
         tokens = self._ranks.least(tokens)
-        pool = KvPool(model.kv_shapes, tokens, dtype, self._device)
+        pool = KvPool(model.kv_shapes, tokens, dtype, self._device, self._stored)
         self._runner = self._make_runner(model, model_config, pool)
         return pool
 
@@ -137,7 +140,7 @@ class TorchBackend:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         weights = torch.cuda.memory_reserved()
-        trial = KvPool(model.kv_shapes, extent.places, dtype, self._device)
+        trial = KvPool(model.kv_shapes, extent.places, dtype, self._device, self._stored)
         self._runner = self._make_runner(model, model_config, trial)
         self._warm_up(extent)
         torch.cuda.synchronize()
