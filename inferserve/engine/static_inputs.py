@@ -74,6 +74,7 @@ class Upload:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.sources = [pinned_empty((nbytes,), torch.uint8, device) for _ in range(_TURNS)]
+        self._cuda = device.type == "cuda"
         self._sent: list[torch.cuda.Event | None] = [None] * _TURNS
         self._turn = 0
 
@@ -85,10 +86,10 @@ class Upload:
             sent.synchronize()
         return self._turn
 
-    def send(self, turn: int, nbytes: int) -> None:
-        """Queue the copy of the first `nbytes` bytes of a source."""
-        self.target[:nbytes].copy_(self.sources[turn][:nbytes], non_blocking=True)
-        if self.target.is_cuda:
+    def send(self, turn: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue the copy from the beginning of source number `turn` to that of the target, views of both."""
+        target.copy_(source, non_blocking=True)
+        if self._cuda:
             sent = self._sent[turn] = self._sent[turn] or torch.cuda.Event()
             sent.record()
 
@@ -108,7 +109,8 @@ class StaticInputs:
         self.bucket = bucket
         self.device = _cut(bucket, work, _tensors(upload.target))
         self._hosts = [_cut(bucket, work, _arrays(source)) for source in upload.sources]
-        self._nbytes = size(bucket, work)
+        used = slice(0, size(bucket, work))
+        self._sources, self._target = [source[used] for source in upload.sources], upload.target[used]
         self._upload = upload
         self._spare = rows.spare, spare
 
@@ -132,7 +134,7 @@ class StaticInputs:
         host.picked[:samples] = batch.sample if batch.num_decode == len(batch.rows) else batch.sampled_at()
         host.sampling[:samples] = batch.rows[batch.sample]
         host.work[:] = work
-        self._upload.send(turn, self._nbytes)
+        self._upload.send(turn, self._sources[turn], self._target)
 
     def attention_batch(self, table: torch.Tensor) -> AttentionBatch:
         """What layers see of the bucket, whatever step fills it."""

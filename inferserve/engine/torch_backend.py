@@ -184,6 +184,7 @@ class TorchBackend:
             return
         try:
             graphs = capture(parts, wanted, self._recorder())
+            torch.cuda.synchronize()  # what is wrong with a replay shows here, not under load
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info()[0]
             raise ConfigError(memory.graphs_do_not_fit(self._config, pool.tokens, len(wanted), free)) from error
