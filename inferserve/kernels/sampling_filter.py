@@ -1,9 +1,10 @@
 """Temperature, top-k, top-p, min-p and the draw, without sorting the vocabulary.
 
 Every filter is a threshold on z = (max - logit) / temperature, so the kept set is {z <= t}: tokens that tie at the
-threshold stay together. The kernel finds t by descending the bits of the float (ordered like integers, since z >= 0),
-two at a time, and draws by inverse transform in vocabulary order. One program handles one row and looks at nothing
-else: a row's token is a function of its own logits, parameters and uniform number.
+threshold stay together. The kernel searches t among the bits of the float (ordered like integers, since z >= 0), in few
+passes over the row and then in what is left of it, and draws by inverse transform in vocabulary order. What top-k leaves
+is mostly few: then the rest is done with these alone. One program handles one row and looks at nothing else: a row's
+token is a function of its own logits, parameters and uniform number.
 
     keep_k = the top_k smallest z, ties included
     keep_p = the smallest {z <= t} holding at least top_p of the mass of keep_k  (nucleus, arXiv 1904.09751)
@@ -20,6 +21,8 @@ import triton.language as tl
 
 from inferserve.kernels.launch_config import FILTER
 
+_INFINITY = tl.constexpr(0x7F800000)
+"""Bits of the float."""
 _FIRST_CANDIDATES = 256
 _LOWER_BITS = 15
 _BINS = 1 << (31 - _LOWER_BITS)
@@ -59,44 +62,101 @@ def _distance(
 
 
 @triton.jit
-def _threshold(
+def _narrow(
     logits: tl.tensor,
     n: tl.tensor,
     inverse: tl.tensor,
     peak: tl.tensor,
     cap: tl.tensor,
     wanted: tl.tensor,
-    BY_MASS: tl.constexpr,
+    by_mass: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(low, high]: bits between which the smallest t with measure({z <= t, z <= cap}) >= wanted lies; the measure is a
+    mass, or a count. No more entries between them than a tile holds, or nothing. And the measure up to low, and the
+    number of entries up to high.
+
+    A pass over the row measures below three bounds at once; one of the four parts is kept.
+    """
+    low = tl.full((), -1, tl.int32)
+    high = tl.full((), _INFINITY, tl.int32)
+    below = tl.full((), 0.0, tl.float32)
+    under = tl.full((), 0, tl.int32)
+    upto = under + n
+    # Each thread's entries are added up at once: one sum a thread and bound.
+    within = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    while (upto - under > BLOCK) & (high - low > 1):
+        part = tl.maximum((high - low) // 4, 1)
+        # The first bounds are 2, 5 and 10; past the last, 1.5, 4 and 256 times as much; then quarters.
+        grown = high == _INFINITY
+        bound_0 = tl.where(grown, tl.where(low < 0, 0x40000000, low + 0x00400000), low + part)
+        bound_1 = tl.where(grown, tl.where(low < 0, 0x40A00000, low + 0x01000000), low + 2 * part)
+        bound_2 = tl.where(grown, tl.where(low < 0, 0x41200000, low + 0x04000000), low + 3 * part)
+        bound_0, bound_1, bound_2 = tl.minimum(bound_0, high), tl.minimum(bound_1, high), tl.minimum(bound_2, high)
+        count_0 = tl.zeros((BLOCK // 8,), tl.int32)
+        count_1 = tl.zeros((BLOCK // 8,), tl.int32)
+        count_2 = tl.zeros((BLOCK // 8,), tl.int32)
+        mass_0 = tl.zeros((BLOCK // 8,), tl.float32)
+        mass_1 = tl.zeros((BLOCK // 8,), tl.float32)
+        mass_2 = tl.zeros((BLOCK // 8,), tl.float32)
+        for offset in range(0, n, BLOCK):
+            col = offset + within
+            value = tl.load(logits + col, mask=col < n, other=float("-inf")).to(tl.float32)
+            z = (peak - value) * inverse
+            bits = z.to(tl.int32, bitcast=True)
+            in_0, in_1, in_2 = bits <= bound_0, bits <= bound_1, bits <= bound_2
+            weight = tl.where(z <= cap, tl.exp(-z), 0.0)
+            count_0 += tl.sum(in_0.to(tl.int32), axis=1)
+            count_1 += tl.sum(in_1.to(tl.int32), axis=1)
+            count_2 += tl.sum(in_2.to(tl.int32), axis=1)
+            mass_0 += tl.sum(tl.where(in_0, weight, 0.0), axis=1)
+            mass_1 += tl.sum(tl.where(in_1, weight, 0.0), axis=1)
+            mass_2 += tl.sum(tl.where(in_2, weight, 0.0), axis=1)
+        less_0, less_1, less_2 = tl.sum(count_0, axis=0), tl.sum(count_1, axis=0), tl.sum(count_2, axis=0)
+        reach_0 = tl.where(by_mass, tl.sum(mass_0, axis=0), less_0.to(tl.float32))
+        reach_1 = tl.where(by_mass, tl.sum(mass_1, axis=0), less_1.to(tl.float32))
+        reach_2 = tl.where(by_mass, tl.sum(mass_2, axis=0), less_2.to(tl.float32))
+        if reach_0 >= wanted:
+            high, upto = bound_0, less_0
+        elif reach_1 >= wanted:
+            low, under, below = bound_0, less_0, reach_0
+            high, upto = bound_1, less_1
+        elif reach_2 >= wanted:
+            low, under, below = bound_1, less_1, reach_1
+            high, upto = bound_2, less_2
+        else:
+            low, under, below = bound_2, less_2, reach_2
+    return low, high, below, upto
+
+
+@triton.jit
+def _gather(
+    logits: tl.tensor,
+    n: tl.tensor,
+    inverse: tl.tensor,
+    peak: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    spare: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Bits of the smallest t with measure({z <= t, z <= cap}) >= wanted; the measure is a count or a mass.
-
-    Each pass fixes two bits: it measures below three candidate bounds at once. Sums stay in per-thread vectors until
-    the end of the pass, since a reduction over the block in each tile costs more than the tile.
-    """
-    prefix = 0
-    for level in range(16):
-        shift = 30 - 2 * level
-        rest = (1 << shift) - 1
-        upper_0, upper_1, upper_2 = prefix | rest, prefix | (1 << shift) | rest, prefix | (2 << shift) | rest
-        sum_0 = tl.zeros((BLOCK,), tl.float32)
-        sum_1 = tl.zeros((BLOCK,), tl.float32)
-        sum_2 = tl.zeros((BLOCK,), tl.float32)
-        for offset in range(0, n, BLOCK):
-            z = _distance(logits, offset, n, inverse, peak, BLOCK)
-            bits = z.to(tl.int32, bitcast=True)
-            weight = tl.where(z <= cap, tl.exp(-z), 0.0) if BY_MASS else tl.where(z < float("inf"), 1.0, 0.0)
-            sum_0 += tl.where(bits <= upper_0, weight, 0.0)
-            sum_1 += tl.where(bits <= upper_1, weight, 0.0)
-            sum_2 += tl.where(bits <= upper_2, weight, 0.0)
-        # z >= 0 never sets the sign bit, so the first digit is 0 or 1.
-        digit = tl.where(tl.sum(sum_0, axis=0) < wanted, 1, 0)
-        if level > 0:
-            digit += tl.where(tl.sum(sum_1, axis=0) < wanted, 1, 0)
-            digit += tl.where(tl.sum(sum_2, axis=0) < wanted, 1, 0)
-        prefix = prefix | (digit << shift)
-    # Out of reach (rounding, or fewer than k possible tokens): everything is kept.
-    return tl.minimum(prefix, 0x7F800000)
+    """z with bits in (low, high] to `spare`, the bits of their indexes behind them, in order; their number."""
+    found = tl.full((), 0, tl.int32)
+    for offset in range(0, n, BLOCK):
+        col = offset + tl.arange(0, BLOCK)
+        z = _distance(logits, offset, n, inverse, peak, BLOCK)
+        bits = z.to(tl.int32, bitcast=True)
+        inside = (bits > low) & (bits <= high) & (z < float("inf"))
+        more = tl.sum(inside.to(tl.int32), axis=0)
+        if more > 0:
+            at = found + tl.cumsum(inside.to(tl.int32), axis=0) - 1
+            fits = inside & (at < BLOCK)
+            tl.store(spare + at, z, mask=fits)
+            tl.store(spare + BLOCK + at, col.to(tl.float32, bitcast=True), mask=fits)
+        found += more
+    # What one thread has written others read.
+    tl.debug_barrier()
+    return tl.minimum(found, BLOCK)
 
 
 @triton.jit
@@ -145,6 +205,7 @@ def _filter_sample_kernel(
     logits: tl.tensor,
     table: tl.tensor,
     out: tl.tensor,
+    spare: tl.tensor,
     rows: tl.tensor,
     stride: tl.tensor,
     n: tl.tensor,
@@ -158,23 +219,61 @@ def _filter_sample_kernel(
     k = tl.load(table + 4 * rows)
     logits += tl.load(table + 5 * rows).to(tl.int64) * stride
     out += tl.load(table + 6 * rows)
+    spare += tl.program_id(0).to(tl.int64) * (2 * BLOCK)
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
     for offset in range(0, n, BLOCK):
         col = offset + tl.arange(0, BLOCK)
         peaks = tl.maximum(peaks, tl.load(logits + col, mask=col < n, other=float("-inf")).to(tl.float32))
     peak = tl.max(peaks, axis=0)
     limit = tl.full((), float("inf"), tl.float32)
-    if k < n:
-        bits = _threshold(logits, n, inverse, peak, limit, k.to(tl.float32), False, BLOCK)
-        limit = bits.to(tl.float32, bitcast=True)
-    if p < 1.0:
-        wanted = p * _mass(logits, n, inverse, peak, limit, BLOCK)
-        bits = _threshold(logits, n, inverse, peak, limit, wanted, True, BLOCK)
-        limit = tl.minimum(limit, bits.to(tl.float32, bitcast=True))
+    place = tl.arange(0, BLOCK)
+    found = tl.full((), 0, tl.int32)
+    # Whether all that may be kept lies gathered in one tile.
+    few = k < 0
+    for stage in range(2):
+        by_mass = stage == 1
+        if tl.where(by_mass, p < 1.0, k < n):
+            low = tl.full((), -1, tl.int32)
+            high = limit.to(tl.int32, bitcast=True)
+            below = tl.full((), 0.0, tl.float32)
+            wanted = k.to(tl.float32)
+            if few:
+                z = tl.load(spare + place, mask=place < found, other=float("inf"))
+                wanted = p * tl.sum(tl.where(z <= limit, tl.exp(-z), 0.0), axis=0)
+            else:
+                if by_mass:
+                    wanted = p * _mass(logits, n, inverse, peak, limit, BLOCK)
+                low, high, below, upto = _narrow(logits, n, inverse, peak, limit, wanted, by_mass, BLOCK)
+                few = upto <= BLOCK
+                low = tl.where(few, -1, low)
+                below = tl.where(few, 0.0, below)
+                found = _gather(logits, n, inverse, peak, low, high, spare, BLOCK)
+            z = tl.load(spare + place, mask=place < found, other=float("inf"))
+            weight = tl.where(by_mass, tl.where(z <= limit, tl.exp(-z), 0.0), tl.where(z < float("inf"), 1.0, 0.0))
+            bits = z.to(tl.int32, bitcast=True)
+            while high - low > 1:
+                middle = low + (high - low) // 2
+                if below + tl.sum(tl.where(bits <= middle, weight, 0.0), axis=0) >= wanted:
+                    high = middle
+                else:
+                    low = middle
+            # Out of reach (rounding, or fewer than k possible tokens): the bound stays, everything below is kept.
+            limit = tl.minimum(limit, high.to(tl.float32, bitcast=True))
+            tl.debug_barrier()
     if m > 0.0:
         limit = tl.minimum(limit, -tl.log(m))
-    target = uniform * _mass(logits, n, inverse, peak, limit, BLOCK)
-    tl.store(out, _draw(logits, n, inverse, peak, limit, target, BLOCK).to(tl.int64))
+    if few:
+        z = tl.load(spare + place, mask=place < found, other=float("inf"))
+        weight = tl.where(z <= limit, tl.exp(-z), 0.0)
+        target = uniform * tl.sum(weight, axis=0)
+        past = (tl.cumsum(weight, axis=0) > target) & (weight > 0.0)
+        last = tl.max(tl.where(weight > 0.0, place, 0), axis=0)
+        first = tl.minimum(tl.min(tl.where(past, place, BLOCK), axis=0), last)
+        token = tl.load(spare + BLOCK + first).to(tl.int32, bitcast=True)
+    else:
+        target = uniform * _mass(logits, n, inverse, peak, limit, BLOCK)
+        token = _draw(logits, n, inverse, peak, limit, target, BLOCK)
+    tl.store(out, tl.minimum(tl.maximum(token, 0), n - 1).to(tl.int64))
 
 
 def filter_sample(logits: torch.Tensor, params: FilterParams, out: torch.Tensor) -> None:
@@ -187,10 +286,12 @@ def filter_sample(logits: torch.Tensor, params: FilterParams, out: torch.Tensor)
     """
     rows = params.table.shape[1]
     if rows:
+        spare = torch.empty((rows, 2, FILTER.block), dtype=torch.float32, device=logits.device)
         _filter_sample_kernel[(rows,)](
             logits,
             params.table,
             out,
+            spare,
             rows,
             logits.stride(0),
             logits.shape[1],

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from inferserve.kernels import sampling_filter
+from inferserve.kernels.launch_config import FilterConfig
 from inferserve.kernels.sampling_filter import FilterParams, filter_sample, filter_sample_ref
 from tests.kernels.compare import DTYPES, random
 
-VOCAB = 2500
+VOCAB = 1100
 
 
 def params_of(u: torch.Tensor, *rows: tuple[float, int, float, float], vocab: int = VOCAB) -> FilterParams:
@@ -46,6 +48,8 @@ ROWS = [
     (0.9, 40, 0.6, 0.05),
     (1.5, 400, 0.95, 0.001),
     (1.0, VOCAB, 1e-6, 0.0),
+    (40.0, 900, 0.7, 0.0),
+    (0.02, 1099, 0.999, 0.0),
 ]
 
 
@@ -56,10 +60,17 @@ def near_a_boundary(logits: torch.Tensor, temperature: float, tokens: tuple[int,
     return float(p[low + 1 : high].sum()) < 1e-4
 
 
+@pytest.fixture(params=[256, 512, 8192])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tiles far smaller than the vocabulary, of about the size of what is kept, and larger than both."""
+    monkeypatch.setattr(sampling_filter, "FILTER", FilterConfig(request.param, max(1, request.param // 256)))
+    return int(request.param)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_draws_the_twins_token(dtype: torch.dtype, device: torch.device) -> None:
+def test_draws_the_twins_token(dtype: torch.dtype, block: int, device: torch.device) -> None:
     different = 0
-    for trial in range(3):
+    for trial in range(2):
         logits = 3 * random(len(ROWS), VOCAB + 8, dtype=dtype, device=device, seed=trial)[:, :VOCAB]
         u = torch.rand(len(ROWS), generator=torch.Generator().manual_seed(trial)).to(device)
         params = params_of(u, *ROWS)
@@ -70,7 +81,7 @@ def test_draws_the_twins_token(dtype: torch.dtype, device: torch.device) -> None
     assert different <= 1
 
 
-def test_extreme_numbers(device: torch.device) -> None:
+def test_extreme_numbers(block: int, device: torch.device) -> None:
     logits = torch.full((6, 700), -math.inf, device=device)
     logits[0, 699] = 0.0  # one possible token, at the end
     logits[1, [3, 600]] = 5.0
