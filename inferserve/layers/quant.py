@@ -81,12 +81,12 @@ class Fp8Weight:
     def matmul(self, bias: torch.Tensor | None) -> Matmul:
         """The product, once filled. On a CPU the matrix is turned into floats for it, since no CPU multiplies fp8."""
         if self.values.device.type == "cpu":
-            weight = fp8_dequant_ref(self.values, self._scales_by_row()).to(self.dtype)
+            weight = fp8_dequant_ref(self.values, self.rows_of_scales()).to(self.dtype)
             return _simulated(packed(weight, bias) or plain(weight, bias), self.scheme.blocks)
-        return _on_gpu(self.values, self._scales_by_row(), bias, self.scheme.blocks)
+        return on_gpu(self.values, self.rows_of_scales(), bias, self.scheme.blocks)
 
-    def _scales_by_row(self) -> torch.Tensor:
-        """Where a part does not end with a block, blocks cannot be counted over the whole: a row of scales for each row."""
+    def rows_of_scales(self) -> torch.Tensor:
+        """Scales as kernels take them: [R, 1]; by block; or, where a part ends inside a block, a row for each row."""
         if all(start % GROUP == 0 for start in self._starts[:-1]) or not self.scheme.blocks:
             return self.scales
         rows = torch.diff(torch.tensor(self._starts))
@@ -148,7 +148,7 @@ def _simulated(multiply: Matmul, blocks: bool) -> Matmul:
     return matmul
 
 
-def _on_gpu(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, blocks: bool) -> Matmul:
+def on_gpu(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, blocks: bool) -> Matmul:
     """Few tokens in one launch that quantises them in groups; more are quantised by a launch of their own."""
     spare = counters(values)
     w_scale = scales if blocks else scales.view(-1)

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 PREFIX = "model."
 _LEAVES = ("weight", "bias")
 _NAMED_IN_ERRORS = 8
-_PROGRESS_EVERY_S = 3.0
+_PROGRESS_EVERY_S = 2.0
+_GIB = 2**30
 
 
 class WeightRow(NamedTuple):
@@ -157,8 +158,8 @@ def load(
     extra = [n for n, key in names.items() if key not in wanted and key not in optional and not n.endswith(ignored)]
     _refuse("the checkpoint lacks tensors", [name for name in wanted if name not in present])
     _refuse("the checkpoint holds tensors that this model has no place for", extra)
-    started = shown = time.monotonic()
-    for done, (name, tensor) in enumerate(source.read(cuts)):
+    progress = _Progress(sum(slot.nbytes for slot in wanted.values()))
+    for name, tensor in source.read(cuts):
         view = wanted.get(names[name], optional.get(names[name]))
         if view is None:
             continue
@@ -167,9 +168,25 @@ def load(
         if (view.dtype == FP8) != (tensor.dtype.itemsize == 1):
             raise ConfigError(f"tensor {name} is {tensor.dtype}, which is not what quantization_config describes")
         view.copy_(tensor)
-        if time.monotonic() - shown > _PROGRESS_EVERY_S:
-            shown = time.monotonic()
-            event(log, "loading weights", done=done, of=len(names), seconds=round(shown - started, 1))
+        progress.add(view.nbytes)
+
+
+class _Progress:
+    """A line every now and then while memory is filled."""
+
+    def __init__(self, whole: int) -> None:
+        self._whole = whole
+        self._done = 0
+        self._began = self._shown = time.monotonic()
+
+    def add(self, size: int) -> None:
+        """`size` more bytes are filled."""
+        self._done += size
+        now = time.monotonic()
+        if now - self._shown >= _PROGRESS_EVERY_S:
+            self._shown = now
+            gib = f"{self._done / _GIB:.2f}/{self._whole / _GIB:.2f}"
+            event(log, "loading weights", gib=gib, seconds=round(now - self._began, 1))
 
 
 def _refuse(problem: str, names: list[str]) -> None:
