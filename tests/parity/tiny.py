@@ -90,12 +90,12 @@ def make(tiny: Tiny, folder: Path) -> Oracle:
     """Build and save."""
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(tiny.config(), dtype=torch.float32).eval()
-    _spread(model)
+    spread(model)
     model.save_pretrained(folder, max_shard_size="60KB" if tiny.shards else "1GB")
     return Oracle(folder, model, make_prompts())
 
 
-def _spread(model: Any) -> None:
+def spread(model: Any) -> None:
     """Fresh weights give nearly flat logits and unit norms; widen them, so that errors and ties would show."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
