@@ -21,11 +21,11 @@ from inferserve.config.schema import EnginePart, ModelFacts, ModelPart, Schedule
 from inferserve.errors import ConfigError
 
 LONGEST_DEFAULT = 16384
-# Prompt tokens of one sequence in a step, and how many such chunks a step holds. On a CPU a step is short (0.8 s for
-# 512 tokens of a 135M model on two cores): everybody's next token, and an abort, wait for its end.
-_CHUNK = {"cuda": 4096, "cpu": 256}
+# Prompt tokens of one sequence in a step, how many such chunks a step holds, and what it holds beside them. On a CPU a
+# step is small (256 tokens of a 135M model take 0.4 s on two cores): everybody's next token, and an abort, wait for its end.
+_CHUNK = {"cuda": 4096, "cpu": 128}
 _CHUNKS = {"cuda": 2, "cpu": 1}
-_DECODE_ROOM = 256
+_DECODE_ROOM = {"cuda": 256, "cpu": 128}
 _STEP_RATIO = {"cuda": 1.35, "cpu": 0.0}
 _SPEC_TOKENS = {"none": 0, "ngram": 4}
 _FAKE_KV_TOKENS = 1048576
@@ -181,10 +181,9 @@ def _schedule(asked: SchedulePart, longest: int, device: str, deterministic: boo
         return replace(asked, chunked_prefill_size=longest, batch_max_tokens=asked.batch_max_tokens or longest)
     limit = min(longest, asked.batch_max_tokens or longest)
     chunk = asked.chunked_prefill_size or min(_CHUNK[device], limit)
+    wanted = max(_CHUNKS[device] * chunk + _DECODE_ROOM[device], asked.running_max_req_size)
     return replace(
-        asked,
-        chunked_prefill_size=chunk,
-        batch_max_tokens=asked.batch_max_tokens or max(chunk, min(_CHUNKS[device] * chunk + _DECODE_ROOM, longest)),
+        asked, chunked_prefill_size=chunk, batch_max_tokens=asked.batch_max_tokens or max(chunk, min(wanted, longest))
     )
 
 

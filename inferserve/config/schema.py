@@ -126,9 +126,9 @@ class SchedulePart:
     batch_max_tokens: int = flag(
         0,
         "tokens of one step, prefill and decode together",
-        auto="2 x chunk + 256 on CUDA, chunk + 256 on CPU; at most --max-req-total-len",
+        auto="2 x chunk + 256 on CUDA, chunk + 128 on CPU, room for all rows; at most --max-req-total-len",
     )
-    chunked_prefill_size: int = flag(0, "prompt tokens of one sequence in one step", auto="4096 on CUDA, 256 on CPU")
+    chunked_prefill_size: int = flag(0, "prompt tokens of one sequence in one step", auto="4096 on CUDA, 128 on CPU")
     disable_chunked_prefill: bool = flag(False, "prefill a prompt in one step")
     target_step_ms: float = flag(
         0.0,

@@ -45,7 +45,7 @@ def test_defaults_follow_from_the_model(tmp_path: Path) -> None:
     assert config.model.data_type == "float32" and config.engine.device == "cpu"
     assert config.engine.attention_backend == "reference" and config.engine.pipeline_depth == 0
     assert config.engine.cpu_threads >= 1
-    assert config.schedule.chunked_prefill_size == 256 and config.schedule.batch_max_tokens == 512
+    assert config.schedule.chunked_prefill_size == 128 and config.schedule.batch_max_tokens == 256
     facts = config.facts
     assert (facts.model_type, facts.architecture, facts.vocab_size) == ("llama", "LlamaForCausalLM", 64)
     assert (facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.weights) == (2, 2, 4, 64 * 16)
@@ -55,7 +55,7 @@ def test_defaults_follow_from_the_model(tmp_path: Path) -> None:
 def test_a_long_context_is_served_up_to_16384(tmp_path: Path) -> None:
     config = _resolve(write_model(tmp_path / "m", max_position_embeddings=131072))
     assert config.model.max_req_total_len == 16384
-    assert (config.schedule.chunked_prefill_size, config.schedule.batch_max_tokens) == (256, 512)
+    assert (config.schedule.chunked_prefill_size, config.schedule.batch_max_tokens) == (128, 256)
     assert _resolve(tmp_path / "m", "--max-req-total-len", "100000").model.max_req_total_len == 100000
 
 
