@@ -58,20 +58,20 @@ _SHORT = "--input-len 512 --output-len 256 --warmup 4"
 STAGES = (
     Stage("floors", "", "benchmarks.floors", "", 40),
     Stage("startup", "", "benchmarks.startup", "", 180),
-    _load("8b-one", "8b", f"{_ONE} --requests 2", 25, 232),
-    _load("8b-64", "8b", f"{_LONG} --clients 64 --requests 320", 40, 5400),
-    _load("8b-256", "8b", f"{_LONG} --clients 256 --requests 512", 50, 6500),
+    _load("8b-one", "8b", f"{_ONE} --requests 3 --duration 15", 25, 232),
+    _load("8b-64", "8b", f"{_LONG} --clients 64 --requests 320 --duration 24", 40, 5400),
+    _load("8b-256", "8b", f"{_LONG} --clients 256 --requests 512 --duration 30", 50, 6500),
     Stage("8b-offline", "8b", "benchmarks.offline", "", 40, 10300),
-    _load("8b-16", "8b", f"{_LONG} --clients 16 --requests 96", 30, 2750),
+    _load("8b-16", "8b", f"{_LONG} --clients 16 --requests 96 --duration 20", 30, 2750),
     _load("8b-turns", "8b", "--workload multi-turn --clients 64 --turns 8 --prefix-len 2048 --input-len 128"
           " --output-len 128", 60, 0),
     _load("8b-turns-only-new", "8b", "--workload multi-turn --only-new --clients 64 --turns 8 --prefix-len 2048"
           " --input-len 128 --output-len 128", 60, 0),
     _load("8b-bursty", "8b", "--workload bursty --rate 12 --burstiness 0.5 --requests 200", 40, 0),
     Stage("8b-long", "8b-long", "benchmarks.long_context", "", 150),
-    _load("0.6b-one", "0.6b", f"{_ONE} --requests 4", 15, 800),
-    _load("0.6b-64", "0.6b", f"{_SHORT} --clients 64 --requests 640", 30, 22000),
-    _load("0.6b-256", "0.6b", f"{_SHORT} --clients 256 --requests 1280", 35, 33000),
+    _load("0.6b-one", "0.6b", f"{_ONE} --requests 4 --duration 8", 15, 800),
+    _load("0.6b-64", "0.6b", f"{_SHORT} --clients 64 --requests 640 --duration 15", 30, 22000),
+    _load("0.6b-256", "0.6b", f"{_SHORT} --clients 256 --requests 1280 --duration 20", 35, 33000),
     Stage("0.6b-offline", "0.6b", "benchmarks.offline", "", 30, 25500),
 )  # fmt: skip
 DEFAULT = "8b-one,8b-64,8b-256,8b-offline,0.6b-one,0.6b-64,0.6b-256"

@@ -23,7 +23,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         clients: closed loop: how many wait for one answer each.
-        requests: in all; 0 = until `duration_s` is over.
+        requests, duration_s: when it ends: after so many, after so long, or whichever comes first; 0 = no such limit.
         input_len, output_len: tokens; of `random` and `bursty` with `spread` the largest.
         spread: smallest length ÷ largest, drawn uniformly between; 1 = fixed.
         prefix_len: tokens at the start of every prompt that all share.

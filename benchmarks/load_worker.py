@@ -26,7 +26,7 @@ _AFTER_FAILURE_S = 0.1
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What one process does: `clients` are the numbers of its clients, `requests` its share (0 = until time is up)."""
+    """What one process does: `clients` are the numbers of its clients, `requests` its share (0 = as many as there is time for)."""
 
     plan: Plan
     base: str
@@ -80,8 +80,7 @@ class Load:
         else:
             client = self._conversations if plan.workload == "multi-turn" else self._client
             tasks = [asyncio.create_task(client(number)) for number in self._orders.clients]
-        limit = plan.duration_s if not self._orders.requests else None
-        done, late = await asyncio.wait(tasks, timeout=limit)
+        done, late = await asyncio.wait(tasks, timeout=plan.duration_s or None)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
@@ -95,11 +94,10 @@ class Load:
 
     def _more(self) -> bool:
         """Whether another request is to be sent; counts it."""
-        if self._orders.requests:
-            self._left -= 1
-            more = self._left >= 0
-        else:
-            more = time.monotonic_ns() < self._end_ns
+        self._left -= 1
+        more = self._left >= 0 or not self._orders.requests
+        if self._plan.duration_s and time.monotonic_ns() >= self._end_ns:
+            more = False
         if not more:
             self._idle()
         return more

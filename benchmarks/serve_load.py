@@ -6,7 +6,7 @@
 Workloads: `fixed` and `random` lengths and `shared-prefix` prompts from clients that each wait for their answer
 (closed loop), `multi-turn` conversations whose prompts hold the answers so far, `bursty` arrivals (open loop, gamma
 distributed). Requests are streamed /v1/completions with ignore_eos, so output lengths are known: the server's own
-count is compared. With --duration what is under way at the end is cut and counts only up to there; with --requests
+count is compared. When --duration is over, what is under way is cut and counts only up to there; with --requests alone
 everything is answered. A request that fails is counted and its reason shown; exit status 1 if one did.
 """
 
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add("--workload", choices=WORKLOADS, default="fixed")
     add("--clients", type=int, default=64, help="requests at any one time (not for bursty)")
     add("--requests", type=int, default=0, help="requests in all")
-    add("--duration", type=float, default=0.0, metavar="S", help="seconds of load, instead of --requests")
+    add("--duration", type=float, default=0.0, metavar="S", help="seconds of load; with --requests: at most")
     add("--warmup", type=int, default=0, help="requests before the clock runs")
     add("--input-len", type=int, default=1024)
     add("--output-len", type=int, default=256)
@@ -76,14 +76,12 @@ def parser() -> argparse.ArgumentParser:
 
 def plan_of(args: argparse.Namespace, model: str) -> Plan:
     """What the flags ask for."""
-    varied = args.workload in ("random", "bursty")
+    varied, each = args.workload in ("random", "bursty"), args.turns if args.workload == "multi-turn" else 4
     return Plan(
         workload=args.workload,
         model=model,
         clients=1 if args.workload == "bursty" else args.clients,
-        requests=0
-        if args.duration
-        else args.requests or args.clients * (args.turns if args.workload == "multi-turn" else 4),
+        requests=args.requests or (0 if args.duration else args.clients * each),
         duration_s=args.duration,
         input_len=args.input_len,
         output_len=args.output_len,
@@ -251,7 +249,7 @@ def main(name: str = "serve_load") -> None:
     print(json.dumps(figures, indent=1) if os.isatty(1) and not args.out else summary(figures), flush=True)
     if args.out:
         schema.write(args.out, content)
-    raise SystemExit(bool(figures["requests"]["failed"]) or not figures["requests"]["complete"])
+    raise SystemExit(bool(figures["requests"]["failed"]) or not figures["tokens"]["output"])
 
 
 if __name__ == "__main__":

@@ -56,6 +56,16 @@ def test_the_steady_window_is_free_of_start_and_end() -> None:
     assert rates["total"] < rates["steady"]
 
 
+def test_whichever_limit_comes_first() -> None:
+    with PacedServer(gap_s=0.02) as server:
+        few = run(plan("--clients", "2", "--requests", "4", "--duration", "30"), server.base)
+        short = run(plan("--clients", "2", "--requests", "400", "--duration", "1"), server.base)
+    assert few["requests"]["complete"] == 4 and few["wall_s"] < 5
+    assert short["requests"]["cut_at_the_end"] > 0 and short["requests"]["failed"] == 0
+    assert 0 < short["requests"]["complete"] < 40
+    assert short["wall_s"] == pytest.approx(1.0, abs=0.3)
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
