@@ -60,14 +60,15 @@ def random_decoder(
         qk_norm=qk_norm,
         tied=False,
     )
-    generator = torch.Generator().manual_seed(3)
-    with torch.inference_mode():
+    generator, before = torch.Generator().manual_seed(3), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
         model = Decoder(spec)
+    torch.set_default_dtype(before)
+    with torch.inference_mode():
         for name, weight in sorted(model.named_parameters()):
             if name != "rotary.freq_factors":
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.15 + float("norm" in name))
-        model = model.to(device, dtype)
-        model.rotary.freq_factors = torch.nn.Parameter(model.rotary.freq_factors.float(), requires_grad=False)
         model.prepare(max_len, torch.device(device))
     return model
 
