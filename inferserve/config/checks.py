@@ -162,6 +162,10 @@ def check_tp(config: ServerConfig, model: ModelConfig) -> list[str]:
         )
     if tp > 1 and config.engine.model_backend == "transformers":
         problems.append(f"--tp {tp} contradicts --model-backend transformers, which holds a model in one process")
+    if tp > 2 and config.engine.deterministic:
+        problems.append(
+            f"--deterministic with --tp {tp}: the order in which more than two shares are added up may vary"
+        )
     return problems
 
 

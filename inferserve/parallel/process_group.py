@@ -23,6 +23,9 @@ TIMEOUT_S = 300.0
 """How long a rank waits in a collective. At start the others may still be loading weights."""
 _STORE = "ranks"
 
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The same operation; torch 2.13 renamed it."""
+
 
 @contextmanager
 def _together() -> Iterator[None]:
@@ -51,10 +54,10 @@ class ProcessGroup:
 
     def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See Ranks."""
-        out = x.new_empty((self.size, *x.shape))
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         with _together():
-            dist.all_gather(list(out), x.contiguous(), group=self._group)
-        return tuple(out)
+            _gather(out, x.contiguous(), group=self._group)
+        return out.split(x.shape[0])
 
     def from_leader(self, x: torch.Tensor) -> torch.Tensor:
         """See Ranks."""

@@ -69,7 +69,8 @@ class Neighbours:
     def __enter__(self) -> Neighbours:
         self.run_dir = tempfile.mkdtemp(prefix="inferserve-test-")
         self._log_file = Path(self.run_dir) / "log"
-        names = [ROLE_ROUTER, "engine-0", "detokenize", "metrics"]
+        names = [ROLE_ROUTER, "detokenize", "metrics"]
+        names += [f"engine-{i}" for i in range(self.config.parallel.tp)]
         names += [f"http-{i}" for i in range(self.config.http.httpserver_workers)]
         sockets = {n: _listening(self.run_dir, n) for n in names}
         self.endpoints = {n: f"ipc://{self.run_dir}/{n}" for n in names}

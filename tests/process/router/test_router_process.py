@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from inferserve.config.schema import HttpPart, LogPart, ModelPart, SchedulePart, ServerConfig
+from inferserve.config.schema import HttpPart, LogPart, ModelPart, ParallelPart, SchedulePart, ServerConfig
 from inferserve.protocol.messages import (
     Abort,
     Admit,
@@ -96,6 +97,16 @@ def test_a_request_from_submission_to_end(world: Neighbours) -> None:
     world.send(Submit((again,)))
     assert world.receive("engine-0", Commands) == Commands(3, (Admit(3, again.generation),))
     assert slots.router_done[3] == ref.generation
+
+
+def test_commands_go_to_every_rank() -> None:
+    with Neighbours("router", replace(CONFIG, parallel=ParallelPart(tp=2))) as world:
+        world.wait_ready()
+        engine_ready(world)
+        ref = fill(world, 3)
+        world.send(Submit((ref,)))
+        first, second = (world.receive(f"engine-{rank}", Commands) for rank in range(2))
+        assert first == second == Commands(1, (Admit(ref.index, ref.generation),))
 
 
 def test_siblings_are_admitted_together_and_the_rest_waits(world: Neighbours) -> None:

@@ -30,6 +30,8 @@ from inferserve.config.cli import parse
         ("--max-body-bytes 5", ["--max-body-bytes"]),
         ("--log-stats-interval 0", ["--log-stats-interval"]),
         ("--eos-id -3", ["--eos-id"]),
+        ("--tp 0", ["--tp"]),
+        ("--tp 65", ["--tp"]),
         ("--max-req-total-len 1", ["--max-req-total-len"]),
         ("--served-model-name ,", ["--served-model-name"]),
         ("--host=", ["--host"]),

@@ -111,6 +111,40 @@ def test_deterministic_needs_parts_that_are(tmp_path: Path, monkeypatch: pytest.
     assert any(p.startswith("--deterministic contradicts --tp 2") for p in check_resolved(two, 512))
 
 
+@pytest.mark.parametrize(
+    ("flags", "config", "said"),
+    [
+        ("--tp 3", {}, ["--tp 3: does not divide num_attention_heads 4", "--tp 3: does not divide", "--tp 3: neither"]),
+        (
+            "--tp 2",
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            ["--tp 2: neither divides num_key_value_heads 3"],
+        ),
+        ("--tp 2", {"intermediate_size": 33}, ["--tp 2: does not divide intermediate_size 33"]),
+        ("--tp 2 --model-backend transformers", {}, ["--tp 2 contradicts --model-backend transformers"]),
+        ("--tp 4 --deterministic", {}, ["--deterministic with --tp 4"]),
+    ],
+)
+def test_ranks_must_divide_the_model(tmp_path: Path, flags: str, config: dict[str, int], said: list[str]) -> None:
+    problems = _problems(write_model(tmp_path / "m", **config), "--device", "cpu", *flags.split())
+    assert len(problems) >= len(said) and all(any(problem.startswith(text) for problem in problems) for text in said)
+
+
+def test_ranks_share_the_cores_and_may_repeat_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "cpu_count", lambda: 6)
+    model = write_model(tmp_path / "m")
+    assert _resolve(model, "--device", "cpu", "--tp", "4").engine.cpu_threads == 1
+    assert _resolve(model, "--device", "cpu", "--tp", "2").engine.cpu_threads == 3
+    assert _resolve(model, "--engine", "fake", "--tp", "3").parallel.tp == 3
+
+
+def test_each_rank_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "cuda_problem", lambda: "")
+    monkeypatch.setattr(resolve, "gpu_count", lambda: 1)
+    assert _problems(write_model(tmp_path / "m"), "--tp", "2") == ("--tp 2: GPUs visible here: 1",)
+    assert _resolve(write_model(tmp_path / "n"), "--tp", "2", "--device", "cpu").parallel.tp == 2
+
+
 def test_the_kv_pool_limits_the_default_length(tmp_path: Path) -> None:
     config = _resolve(write_model(tmp_path / "m"), "--max-total-token-num", "100")
     assert config.model.max_req_total_len == 100 and config.schedule.batch_max_tokens == 100
