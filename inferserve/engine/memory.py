@@ -17,13 +17,19 @@ _INT32 = 2**31 - 1
 
 def check_weights(config: ServerConfig, dtype: torch.dtype, free: int, where: str) -> None:
     """Raise ConfigError if the weights alone cannot fit into `free` bytes."""
-    size = config.facts.weights * dtype.itemsize // config.parallel.tp
+    quantised = config.model.quant_type != "none" and config.engine.device == "cuda"
+    size = config.facts.weights * (1 if quantised else dtype.itemsize) // config.parallel.tp
+    kept = f"{config.model.quant_type} (--quant-type)" if quantised else f"{_name(dtype)} (--data-type)"
     shared = f" on each of --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
     if size > free:
         raise ConfigError(
-            f"too little memory: {config.facts.weights} weights take {size / GIB:.1f} GiB{shared} as"
-            f" {str(dtype).removeprefix('torch.')} (--data-type), {where} has {free / GIB:.1f} GiB free"
+            f"too little memory: {config.facts.weights} weights take {size / GIB:.1f} GiB{shared} as {kept},"
+            f" {where} has {free / GIB:.1f} GiB free"
         )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def host_tokens(config: ServerConfig, bytes_per_token: int, free: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from inferserve.models.family import Family
 from inferserve.models.gguf_weights import ROPE_FACTORS, GgufFile
 from inferserve.models.sharding import NO_CUTS, share_of
 from inferserve.models.spec import CausalModel, DecoderSpec
+from inferserve.models.upload import uploader
 from inferserve.models.weights import Safetensors, TensorSource, destinations, load
 from inferserve.parallel.ranks import ALONE, Ranks
 
@@ -165,7 +166,8 @@ def load_decoder(
     else:
         source = Safetensors(folder)
     with torch.inference_mode():
-        load(source, wanted, optional, ignored, cuts)
+        with uploader(device) if device.type == "cuda" else nullcontext() as upload:
+            load(source, wanted, optional, ignored, cuts, upload)
         model.prepare(max_len, device, ordered)
     return model
 

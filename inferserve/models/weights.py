@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -141,6 +141,7 @@ def load(
     optional: Destinations,
     ignored: tuple[str, ...],
     cuts: Cuts = NO_CUTS,
+    upload: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Fill every wanted destination.
 
@@ -149,6 +150,7 @@ def load(
         wanted, optional: what must and what may come.
         ignored: endings of names that a checkpoint may hold and nobody needs.
         cuts: slices of tensors that are read in place of the whole.
+        upload: takes a tensor to where it is wanted, in the stead of the destination.
 
     Raises:
         ConfigError: tensors are missing, left over, or of another shape; it names them.
@@ -167,7 +169,7 @@ def load(
             raise ConfigError(f"tensor {name} is {tuple(tensor.shape)}, config.json says {tuple(view.shape)}")
         if (view.dtype == FP8) != (tensor.dtype.itemsize == 1):
             raise ConfigError(f"tensor {name} is {tensor.dtype}, which is not what quantization_config describes")
-        view.copy_(tensor)
+        view.copy_(upload(tensor) if upload else tensor)
         progress.add(view.nbytes)
 
 
