@@ -1,20 +1,28 @@
-"""Inputs of `kernels_gpu`: fresh random tensors, ragged rows over a shuffled page table, sampling params of all kinds."""
+"""Inputs of the kernel benchmarks: fresh random tensors, ragged rows over page tables, attention ready to launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 
-from inferserve.attention.base import AttentionBatch
+from inferserve.attention.base import HostRows, Ints
+from inferserve.attention.work import WorkLists, WorkShape
+from inferserve.kernels import decode_attention, prefill_attention
+from inferserve.kernels.decode_attention import DecodeSpace
+from inferserve.kernels.kv_quant import is_quantised, quantise
+from inferserve.kernels.launch_config import DECODE_PROGRAMS_PER_SM, DecodeConfig, PrefillConfig, prefill_config
+from inferserve.kernels.paged_kv import HEADER, ITEM, PagedKv, Scores
 from inferserve.kv.pool import KvPool, KvShape
-from inferserve.protocol.sampling import SamplingParams
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
+_ROUNDS = 16
+
+Lengths = Sequence[tuple[int, int]]
+"""(query length, kv length) of each row, decode rows first."""
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -29,110 +37,146 @@ def poison() -> None:
         del blocks
 
 
+def ragged(count: int, low: int, high: int) -> list[tuple[int, int]]:
+    """Decode rows of uniform lengths in [low, high]."""
+    return [(1, int(n)) for n in np.random.default_rng().integers(low, high + 1, count)]
+
+
 @dataclass(frozen=True)
 class Pages:
-    """A pool with ragged rows at shuffled pages; unused entries are NaN."""
+    """Layers of one pool, and ragged rows in it; places that no row owns are NaN."""
 
     pool: KvPool
     table: torch.Tensor
-    rows: torch.Tensor
-    kv_len: torch.Tensor
-    query_start: torch.Tensor
-    lengths: list[tuple[int, int]]
+    rows: HostRows
+    shape: KvShape
 
     @property
-    def kv_tokens(self) -> int:
-        """Over all rows."""
-        return sum(n for _, n in self.lengths)
+    def tokens(self) -> int:
+        """Query tokens."""
+        return int(self.rows.query_len.sum())
+
+    @property
+    def seen_bytes(self) -> int:
+        """What one layer must read of the pool."""
+        return int(self.rows.kv_len.sum()) * self.shape.bytes_per_token(self.pool.k[0].dtype)
 
 
-def make_pages(lengths: list[tuple[int, int]], shape: KvShape) -> Pages:
-    """From (query length, kv length) rows."""
+def make_pages(
+    lengths: Lengths, shape: KvShape, *, stored: torch.dtype = BF16, layers: int = 1, contiguous: bool = False
+) -> Pages:
+    """Rows at shuffled places, or each in a run of its own."""
     total = sum(n for _, n in lengths)
-    pool = KvPool((shape,), total + 1000, BF16, DEVICE)
-    order = torch.randperm(total + 1000, device=DEVICE)[:total]
-    for tensor in (pool.k[0], pool.v[0]):
-        tensor.fill_(torch.nan)
-        tensor[order] = random(total, *tensor.shape[1:])
-    table = torch.full((len(lengths), max(n for _, n in lengths)), 2**30, dtype=torch.int32, device=DEVICE)
+    pool = KvPool((shape,) * layers, total + 1000, BF16, DEVICE, stored)
+    order = torch.arange(total, device=DEVICE) if contiguous else torch.randperm(total + 1000, device=DEVICE)[:total]
+    for layer in range(layers):
+        _fill(pool.layer(layer), order)
+    width = -(-max(n for _, n in lengths) // 16) * 16 + 16
+    table = torch.full((len(lengths), width), 2**30, dtype=torch.int32, device=DEVICE)
     taken = 0
-    rows = torch.randperm(len(lengths))
-    for row, (_, n) in zip(rows.tolist(), lengths, strict=True):
+    numbers = torch.randperm(len(lengths)).numpy().astype(np.int32)
+    for row, (_, n) in zip(numbers.tolist(), lengths, strict=True):
         table[row, :n] = order[taken : taken + n]
         taken += n
-    starts = np.cumsum([0, *(q for q, _ in lengths)])
-    return Pages(
-        pool,
-        table,
-        rows.to(DEVICE, torch.int32),
-        torch.tensor([n for _, n in lengths], dtype=torch.int32, device=DEVICE),
-        torch.from_numpy(starts).to(DEVICE, torch.int32),
-        lengths,
-    )
+    query_len, kv_len = (np.array(column, np.int32) for column in zip(*lengths, strict=True))
+    decode = next((i for i, (q, _) in enumerate(lengths) if q > 1), len(lengths))
+    return Pages(pool, table, HostRows(numbers, decode, query_len, kv_len), shape)
 
 
-def ragged(count: int, mean: int) -> list[tuple[int, int]]:
-    """Decode rows of uniform lengths around a mean."""
-    return [(1, int(n)) for n in np.random.default_rng().integers(1, 2 * mean, count)]
+def _fill(kv: PagedKv, order: torch.Tensor) -> None:
+    for pool, scales in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
+        if not is_quantised(pool.dtype):
+            pool.fill_(torch.nan)
+            pool[order] = random(len(order), *pool.shape[1:])
+            continue
+        assert scales is not None
+        scales.fill_(torch.nan)
+        pool.view(torch.uint8).fill_(0x7F)
+        numbers, found = quantise(random(len(order), *pool.shape[1:]), pool.dtype)
+        pool.view(torch.uint8)[order] = numbers.view(torch.uint8)
+        scales[order] = found
 
 
-def run_decode(op: Callable[..., None], pages: Pages, q: torch.Tensor, **options: float) -> torch.Tensor:
-    """Decode attention into a poisoned output."""
-    out = torch.full((*q.shape[:2], pages.pool.v[0].shape[2]), torch.nan, dtype=BF16, device=DEVICE)
-    longest = max(n for _, n in pages.lengths)
-    pool = pages.pool
-    op(q, pool.k[0], pool.v[0], pages.table, pages.rows, pages.kv_len, out, max_kv_len=longest, **options)
-    return out
+@dataclass(frozen=True)
+class Attention:
+    """One kind of attention over some pages, ready to be launched again and again."""
+
+    pages: Pages
+    q: torch.Tensor
+    work: torch.Tensor
+    host: Ints
+    out: torch.Tensor
+    space: DecodeSpace
+    scores: Scores
+
+    @staticmethod
+    def over(
+        pages: Pages,
+        scores: Scores,
+        *,
+        deterministic: bool = False,
+        per_sm: int = DECODE_PROGRAMS_PER_SM,
+        block_m: int = 0,
+    ) -> Attention:
+        """With fresh queries, a poisoned output and a work list of its own."""
+        shape = pages.shape
+        block_m = block_m or prefill_config(shape.head_dim, pages.pool.k[0].element_size(), 2).block_m
+        lists = WorkLists(WorkShape(shape.kv_heads, shape.group, block_m, multiprocessors() * per_sm, deterministic))
+        work = lists.make(pages.rows, None)
+        q = random(pages.tokens, shape.kv_heads * shape.group, shape.head_dim)
+        return Attention(
+            pages,
+            q,
+            torch.from_numpy(work).to(DEVICE),
+            work,
+            torch.full((*q.shape[:2], shape.value_dim), torch.nan, dtype=BF16, device=DEVICE),
+            DecodeSpace.empty(int(work[0]), shape.kv_heads, shape.group, shape.value_dim, DEVICE),
+            scores,
+        )
+
+    def decode(self, *, layer: int = 0, twin: bool = False, config: DecodeConfig | None = None) -> torch.Tensor:
+        """The decode items into `out`."""
+        op: Callable[..., None] = decode_attention.decode_attention_ref if twin else decode_attention.decode_attention
+        op(
+            self.q,
+            self.pages.pool.layer(layer),
+            self.pages.table,
+            self.work,
+            self.out,
+            self.space,
+            self.scores,
+            items=int(self.host[0]),
+            programs=_ROUNDS * multiprocessors() * DECODE_PROGRAMS_PER_SM,
+            config=config,
+        )
+        return self.out
+
+    def prefill(self, *, layer: int = 0, twin: bool = False, config: PrefillConfig | None = None) -> torch.Tensor:
+        """The tiles into `out`."""
+        op: Callable[..., None] = (
+            prefill_attention.prefill_attention_ref if twin else prefill_attention.prefill_attention
+        )
+        op(
+            self.q,
+            self.pages.pool.layer(layer),
+            self.pages.table,
+            self.work,
+            self.out,
+            self.scores,
+            first_tile=HEADER + ITEM * int(self.host[2]),
+            tiles=int(self.host[1]),
+            programs=_ROUNDS * multiprocessors() * DECODE_PROGRAMS_PER_SM,
+            config=config,
+        )
+        return self.out
+
+    def both(self, *, twin: bool = False) -> torch.Tensor:
+        """Items and tiles into a fresh, poisoned output."""
+        self.out.fill_(torch.nan)
+        self.decode(twin=twin)
+        return self.prefill(twin=twin).clone()
 
 
-def run_prefill(op: Callable[..., None], pages: Pages, q: torch.Tensor, **options: float) -> torch.Tensor:
-    """Prefill attention into a poisoned output."""
-    out = torch.full((*q.shape[:2], pages.pool.v[0].shape[2]), torch.nan, dtype=BF16, device=DEVICE)
-    longest, pool = max(n for n, _ in pages.lengths), pages.pool
-    op(
-        q,
-        pool.k[0],
-        pool.v[0],
-        pages.table,
-        pages.rows,
-        pages.query_start,
-        pages.kv_len,
-        out,
-        max_query_len=longest,
-        **options,
-    )
-    return out
-
-
-def mixed_batch(pages: Pages, num_decode: int) -> AttentionBatch:
-    """The pages as a step."""
-    query_len, kv_len = zip(*pages.lengths, strict=True)
-    last = [pages.table[row, n - q : n] for row, (q, n) in zip(pages.rows.tolist(), pages.lengths, strict=True)]
-    return AttentionBatch(
-        rows=pages.rows,
-        num_decode=num_decode,
-        query_start=pages.query_start,
-        kv_len=pages.kv_len,
-        positions=torch.cat([torch.arange(n - q, n, device=DEVICE) for q, n in pages.lengths]),
-        kv_index=torch.cat(last).to(torch.int64),
-        table=pages.table,
-        max_query_len=max(query_len),
-        max_kv_len=max(kv_len),
-        query_len_host=np.array(query_len, np.int32),
-        kv_len_host=np.array(kv_len, np.int32),
-    )
-
-
-def sampling_mix(row: int) -> SamplingParams:
-    """Params of all kinds, by row."""
-    kinds = (
-        SamplingParams(temperature=0.0),
-        SamplingParams(logprobs=0),
-        SamplingParams(temperature=0.8, top_p=0.9),
-        SamplingParams(temperature=1.2, top_k=50, logprobs=5),
-        SamplingParams(temperature=0.0, repetition_penalty=1.2, logprobs=2),
-        SamplingParams(temperature=0.7, top_k=20, top_p=0.8, min_p=0.02),
-        SamplingParams(temperature=0.9, frequency_penalty=0.5, presence_penalty=0.3, logit_bias={11: 3.0}),
-        SamplingParams(temperature=0.0, min_tokens=3, max_tokens=9, stop_token_ids=(9,)),
-    )
-    return msgspec.structs.replace(kinds[row % len(kinds)], seed=row)
+def multiprocessors() -> int:
+    """Of the device."""
+    return int(torch.cuda.get_device_properties(DEVICE).multi_processor_count)
