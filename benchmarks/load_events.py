@@ -91,7 +91,7 @@ def outcome(exchange: Exchange, *, asked: int, client: int, turn: int, due_ns: i
         if not seen.cut:
             seen.error = seen.error or f"unreadable answer: {error}"
     if not seen.error and not seen.cut and seen.tokens >= 0 and seen.tokens != asked:
-        seen.error = "another number of tokens than asked for"
+        seen.error = f"another number of tokens than asked for: {seen.tokens} of {asked}"
     return seen
 
 

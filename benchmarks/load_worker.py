@@ -173,7 +173,9 @@ def main() -> None:
     results = Results([sent.outcome() for sent in load.sent], load.idle_ns, cpu_s)
     for seen in results.outcomes:
         seen.text = ""
-    sys.stdout.buffer.write(msgspec.msgpack.encode(results))
+    data = msgspec.msgpack.encode(results)
+    sys.stdout.buffer.write(b"%d\n%b" % (len(data), data))
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -143,9 +143,11 @@ class Processes:
         results = []
         for process in self._running:
             assert process.stdout is not None
-            data = process.stdout.read()
-            if process.wait(_GRACE_S):
-                raise RuntimeError(f"a client process ended with status {process.returncode}")
+            size, data = process.stdout.readline(), process.stdout.read()
+            if process.wait(_GRACE_S) or int(size or -1) != len(data):
+                raise RuntimeError(
+                    f"a client process ended with status {process.returncode}, {len(data)} bytes of {size!r}"
+                )
             results.append(msgspec.msgpack.decode(data, type=Results))
         return start_ns, results
 
