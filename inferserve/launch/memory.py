@@ -13,6 +13,8 @@ from inferserve.errors import ConfigError
 from inferserve.shm.layout import columns, element_bytes
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SCALE_BYTES = 4
+"""One for each token and head of a KV pool in 8 bits."""
 # Resident memory of a process that serves, and what torch adds to the engine's, before any weights.
 _PROCESS_BYTES = 90 * 2**20
 _TORCH_BYTES = 450 * 2**20
@@ -33,6 +35,7 @@ def memory_need(config: ServerConfig) -> MemoryNeed:
     torch = config.engine.engine == "torch"
     size = _DTYPE_BYTES[config.model.data_type]
     facts, ranks = config.facts, config.parallel.tp
+    head = facts.head_dim * size if config.engine.llm_kv_type == "auto" else facts.head_dim + _SCALE_BYTES
     tokens = config.engine.max_total_token_num or config.model.max_req_total_len
     row = sum(element_bytes(c) for c in columns(config.model.max_req_total_len))
     return MemoryNeed(
@@ -41,7 +44,7 @@ def memory_need(config: ServerConfig) -> MemoryNeed:
         # Pages appear on touch, and at most this many rows are in use at once, whichever worker's they are.
         slots=row * config.slots_per_worker,
         weights=facts.weights * size,
-        kv=2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * size * tokens if torch else 0,
+        kv=2 * facts.num_layers * facts.num_kv_heads * head * tokens if torch else 0,
     )
 
 

@@ -30,6 +30,11 @@ def test_a_fixed_pool_counts_whole() -> None:
     assert memory.memory_need(config).kv == 10 * GIB
 
 
+def test_a_pool_of_8_bits_has_scales() -> None:
+    config = replace(LLAMA_8B, engine=EnginePart(device="cuda", llm_kv_type="fp8"))
+    assert memory.memory_need(config).kv == memory.memory_need(LLAMA_8B).kv * (128 + 4) // 256
+
+
 def test_the_fake_engine_takes_no_model_memory() -> None:
     config = replace(LLAMA_8B, engine=EnginePart(engine="fake"), facts=ModelFacts(num_layers=32))
     need = memory.memory_need(config)
