@@ -234,6 +234,7 @@ def main() -> None:
     names = args.stages.split(",")
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"no such stage: {', '.join(unknown)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no server is left behind
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     own = {"8b": args.flags_8b, "8b-long": f"{args.flags_8b} {_LONG_FLAGS}", "0.6b": args.flags_small}

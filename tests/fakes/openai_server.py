@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from benchmarks.load_plan import Plan
+from benchmarks.serve_load import parser, plan_of
+
 FAULTS = ("status", "drop", "error_event", "no_done", "usage", "finish", "garbage", "stall")
+
+
+def plan(*flags: str) -> Plan:
+    """A small load for it, changed by flags of `serve_load`."""
+    return plan_of(parser().parse_args(["--input-len", "8", "--output-len", "6", *flags]), "paced")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from benchmarks.load_client import Exchange
 from benchmarks.load_events import Outcome, outcome
 from benchmarks.load_plan import Drawer
 from benchmarks.load_report import report
-from tests.unit.benchmarks.test_serve_load import plan
+from tests.fakes.openai_server import plan
 
 _EVENTS = [b'data: {"choices":[{"text":" a%d","finish_reason":null}]}\n\n' % i for i in range(5)]
 _END = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":5}}\n\ndata: [DONE]\n\n'

@@ -10,13 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load_plan import Plan
-from benchmarks.serve_load import orders_of, parser, plan_of, run
-from tests.fakes.openai_server import PacedServer
-
-
-def plan(*flags: str) -> Plan:
-    return plan_of(parser().parse_args(["--input-len", "8", "--output-len", "6", *flags]), "paced")
+from benchmarks.serve_load import orders_of, run
+from tests.fakes.openai_server import PacedServer, plan
 
 
 def test_counts_and_pace() -> None:
