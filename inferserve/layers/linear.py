@@ -6,7 +6,8 @@ a weight: float, or quantised by an `Fp8Scheme`; a rank's share of the rows woul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -54,6 +55,21 @@ class Linear(nn.Module):
         matmul = packed(self.weight, self.bias)
         if matmul is not None:
             self._matmul, self.weight = matmul, None
+
+    @contextmanager
+    def observed(self, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+        """Inside, `see` is called with every input."""
+        multiply = self._matmul
+
+        def watched(x: torch.Tensor) -> torch.Tensor:
+            see(x)
+            return multiply(x)
+
+        self._matmul = watched
+        try:
+            yield
+        finally:
+            self._matmul = multiply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, inputs] → [T, sum(parts)]."""

@@ -2,7 +2,8 @@
 
 Scales are for output channels, activations then for tokens; or for blocks of 128 × 128 counted from the start of each
 part, partial ones at its end, activations then for groups of 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3.1). Weights
-that come as floats are quantised part by part as they arrive. Head and embedding are no business of this module.
+that come as floats are quantised part by part as they arrive, and what rounding did to the mean of each output is then
+taken back by a bias (see `models/bias_correction.py`). Head and embedding are no business of this module.
 """
 
 from __future__ import annotations
@@ -57,33 +58,49 @@ class Slot(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Means:
+    """Of a matrix's inputs over some tokens, float32 [inputs]: as they came, and as they were quantised."""
+
+    exact: torch.Tensor
+    quantised: torch.Tensor
+
+
 class Fp8Weight:
-    """[sum(parts), inputs] in fp8."""
+    """[sum(parts), inputs] in fp8. `offset` [sum(parts)] is added to the product; at first it is zero."""
 
     def __init__(self, inputs: int, parts: Sequence[int], scheme: Fp8Scheme) -> None:
         """Make room on the default device."""
         self.scheme = scheme
-        self.dtype = torch.get_default_dtype()
         self._starts = (0, *accumulate(parts))
         self._blocks = (0, *accumulate(-(-part // GROUP) for part in parts)) if scheme.blocks else self._starts
         groups = -(-inputs // GROUP) if scheme.blocks else 1
         self.values = torch.empty((self._starts[-1], inputs), dtype=FP8)
         self.scales = torch.empty((self._blocks[-1], groups), dtype=torch.float32)
+        self.offset = torch.zeros(self._starts[-1])
 
     def slots(self, part: int) -> Mapping[str, Slot]:
         """By leaf name, what fills part `part`."""
-        values = self.values[self._starts[part] : self._starts[part + 1]]
+        rows = slice(self._starts[part], self._starts[part + 1])
+        values = self.values[rows]
         scales = self.scales[self._blocks[part] : self._blocks[part + 1]]
         if self.scheme.leaf:
             return {"weight": values, self.scheme.leaf: scales}
-        return {"weight": _Quantising(values, scales, self.scheme.blocks)}
+        return {"weight": QuantisingSlot(values, scales, self.offset[rows], self)}
 
     def matmul(self, bias: torch.Tensor | None) -> Matmul:
         """The product, once filled. On a CPU the matrix is turned into floats for it, since no CPU multiplies fp8."""
+        if not self.scheme.leaf:
+            bias = self.offset if bias is None else self.offset.add_(bias)
         if self.values.device.type == "cpu":
-            weight = fp8_dequant_ref(self.values, self.rows_of_scales()).to(self.dtype)
+            weight = fp8_dequant_ref(self.values, self.rows_of_scales()).to(self.offset.dtype)
             return _simulated(packed(weight, bias) or plain(weight, bias), self.scheme.blocks)
         return on_gpu(self.values, self.rows_of_scales(), bias, self.scheme.blocks)
+
+    def means(self, x: torch.Tensor) -> Means:
+        """Of inputs [T, inputs]."""
+        seen = fp8_dequant_ref(*fp8_quant_ref(x, GROUP if self.scheme.blocks else 0))
+        return Means(x.float().mean(0), seen.mean(0))
 
     def rows_of_scales(self) -> torch.Tensor:
         """Scales as kernels take them: [R, 1]; by block; or, where a part ends inside a block, a row for each row."""
@@ -98,26 +115,35 @@ class Fp8Weight:
 
 
 @dataclass(frozen=True)
-class _Quantising:
-    """A slot that quantises what it takes."""
+class QuantisingSlot:
+    """Rows of `weight`; quantises what it takes. `values`, `scales` and `offset` are those of the rows."""
 
     values: torch.Tensor
     scales: torch.Tensor
-    blocks: bool
+    offset: torch.Tensor
+    weight: Fp8Weight
     dtype: torch.dtype = torch.float32
 
     @property
     def shape(self) -> torch.Size:
+        """See Slot."""
         return self.values.shape
 
     @property
     def nbytes(self) -> int:
+        """See Slot."""
         return self.values.nbytes
 
     def copy_(self, source: torch.Tensor, /) -> object:
-        values, scales = quantised(source.to(self.values.device), self.blocks)
+        """See Slot."""
+        values, scales = quantised(source.to(self.values.device), self.weight.scheme.blocks)
         self.scales.copy_(scales)
         return self.values.copy_(values)
+
+    def correct(self, source: torch.Tensor, means: Means) -> None:
+        """Add to the offset what the rows, given as floats once more, miss for inputs of these means."""
+        wanted = source.to(self.values.device).float() @ means.exact
+        self.offset.add_(wanted - fp8_dequant_ref(self.values, self.scales) @ means.quantised)
 
 
 def quantised(weight: torch.Tensor, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from inferserve.config.schema import ServerConfig
 from inferserve.errors import ConfigError
 from inferserve.layers.quant import Fp8Scheme, Slot
 from inferserve.models import llama, mistral, qwen2, qwen3
+from inferserve.models.bias_correction import CALIBRATION_TOKENS, correct_biases
 from inferserve.models.decoder import Decoder
 from inferserve.models.dummy_weights import RandomTensors
 from inferserve.models.family import Family
@@ -165,10 +166,11 @@ def load_decoder(
         optional[ROPE_FACTORS] = model.rotary.freq_factors
     else:
         source = Safetensors(folder)
-    with torch.inference_mode():
-        with uploader(device) if device.type == "cuda" else nullcontext() as upload:
-            load(source, wanted, optional, ignored, cuts, upload)
+    with torch.inference_mode(), uploader(device) if device.type == "cuda" else nullcontext() as upload:
+        load(source, wanted, optional, ignored, cuts, upload)
         model.prepare(max_len, device, ordered)
+        if quant and not quant.leaf:
+            correct_biases(model, source, wanted, cuts, min(max_len, CALIBRATION_TOKENS), device, upload)
     return model
 
 

@@ -8,7 +8,7 @@ import torch
 from inferserve.kernels.fp8_quant import GROUP, fp8_dequant_ref
 from inferserve.layers import quant
 from inferserve.layers.linear import Linear
-from inferserve.layers.quant import FP8, Fp8Scheme, Fp8Weight, quantised
+from inferserve.layers.quant import FP8, Fp8Scheme, Fp8Weight, QuantisingSlot, quantised
 
 STEP = 1 / 16
 """e4m3 keeps 3 bits after the leading one: half a step is 1/16 of a number at most."""
@@ -106,3 +106,35 @@ def test_the_gpu_path_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_quantised_matrix_is_not_multiplied_before_it_is_packed() -> None:
     with pytest.raises(AssertionError, match="pack"):
         Linear(8, 4, quant=Fp8Scheme(blocks=False)).forward(torch.ones(1, 8))
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["channel", "block"])
+def test_inputs_with_a_mean_are_multiplied_better_once_corrected(blocks: bool) -> None:
+    """A few large and steady inputs, as language models have them: the error is that of the rest."""
+    torch.manual_seed(4)
+    weight, bias = torch.randn(140, 256), torch.randn(140)
+    x = torch.randn(200, 256)
+    x[:, (3, 77, 200)] = torch.tensor([80.0, -61.0, 99.0])
+    exact = x.double() @ weight.double().T + bias.double()
+    layer = filled(weight, (100, 40), blocks=blocks, bias=bias)
+    assert layer.quantised is not None
+
+    def error() -> float:
+        return float((layer.forward(x).double() - exact).norm())
+
+    before = error()
+    with torch.inference_mode():
+        for part, rows in enumerate(weight.split((100, 40))):
+            slot = layer.quantised.slots(part)["weight"]
+            assert isinstance(slot, QuantisingSlot)
+            slot.correct(rows, layer.quantised.means(x))
+    assert error() < 0.5 * before
+
+
+def test_observers_see_inputs_and_change_nothing() -> None:
+    torch.manual_seed(5)
+    layer = filled(torch.randn(8, 16), (8,), blocks=False)
+    x, seen = torch.randn(3, 16), []
+    with layer.observed(seen.append):
+        inside = layer.forward(x)
+    assert torch.equal(inside, layer.forward(x)) and len(seen) == 1 and seen[0] is x
