@@ -101,7 +101,7 @@ def _fp8_matmul_kernel(
         if QUANTISE:
             value = value.to(tl.float32)
             peak = tl.maximum(tl.max(tl.abs(value), axis=1), SMALLEST)
-            token_scale = tl.div_rn(peak, LARGEST)
+            token_scale = peak * (1.0 / LARGEST)
             value = (value * tl.div_rn(LARGEST, peak)[:, None]).to(w.dtype)
         elif TOKEN_GROUPS:
             token_scale = tl.load(x_scale + row * tiles_k + step, mask=row < rows, other=0.0)
