@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +32,8 @@ class PacedServer:
         per_event: tokens in each.
         faults: number of the request (from 0, in order of arrival) to one of FAULTS.
         newline: what ends an SSE line.
+        sent: by request: when it came and when each event was written, seconds of time.monotonic(). A loaded machine
+            keeps no pace, but the client has to see what was sent.
     """
 
     first_s: float = 0.0
@@ -39,6 +43,7 @@ class PacedServer:
     newline: bytes = b"\n"
     usage: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    sent: dict[int, list[float]] = field(default_factory=dict)
     most_at_once: int = 0
     _running: int = 0
 
@@ -55,6 +60,14 @@ class PacedServer:
     ) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(10)
+
+    def gaps_ms(self) -> list[float]:
+        """Between events of the same answer, as they were written."""
+        return [1e3 * (b - a) for times in self.sent.values() for a, b in pairwise(times[1:])]
+
+    def firsts_ms(self) -> list[float]:
+        """From a request to its first event."""
+        return [1e3 * (times[1] - times[0]) for times in self.sent.values()]
 
     @property
     def base(self) -> str:
@@ -90,15 +103,16 @@ class PacedServer:
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
         body = json.loads(await reader.readexactly(length))
         fault = self.faults.get(len(self.bodies), "")
+        times = self.sent[len(self.bodies)] = [time.monotonic()]
         self.bodies.append(body)
         self._running += 1
         self.most_at_once = max(self.most_at_once, self._running)
         try:
-            await self._answer(body, fault, writer)
+            await self._answer(body, fault, times, writer)
         finally:
             self._running -= 1
 
-    async def _answer(self, body: dict[str, Any], fault: str, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, body: dict[str, Any], fault: str, times: list[float], writer: asyncio.StreamWriter) -> None:
         if fault == "status":
             self._whole(writer, {"error": {"message": "too busy"}}, b"503 Busy")
             return
@@ -114,6 +128,8 @@ class PacedServer:
                 writer.transport.abort()
                 raise ConnectionResetError
             data = b"data: " + event + 2 * self.newline
+            if b'"text"' in event:
+                times.append(time.monotonic())
             writer.write(b"%x\r\n%b\r\n" % (len(data), data))
             await writer.drain()
         writer.write(b"0\r\n\r\n")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -22,10 +23,13 @@ def test_counts_and_pace() -> None:
     tokens = figures["tokens"]
     assert (tokens["asked"], tokens["by_usage"], tokens["events_with_text"], tokens["equal"]) == (140, 140, 140, True)
     assert (tokens["prompt"], tokens["prompt_cached"], tokens["per_event"]) == (56, 7, 1.0)
-    assert 100 <= figures["ttft_ms"]["p50"] < 160
-    assert 29 <= figures["itl_ms"]["p50"] < 45 and figures["itl_ms"] == figures["event_gap_ms"]
+    assert figures["ttft_ms"]["p50"] == pytest.approx(median(server.firsts_ms()), rel=0.2, abs=15)
+    assert figures["itl_ms"]["p50"] == pytest.approx(median(server.gaps_ms()), rel=0.1, abs=2)
+    assert figures["itl_ms"]["mean"] == pytest.approx(fmean(server.gaps_ms()), rel=0.1)
+    assert figures["itl_ms"] == figures["event_gap_ms"]
     e2e = 0.1 + 19 * 0.03
-    assert e2e * 1e3 <= figures["e2e_ms"]["p50"] < 1.5 * e2e * 1e3
+    whole = median(1e3 * (times[-1] - times[0]) for times in server.sent.values())
+    assert figures["e2e_ms"]["p50"] == pytest.approx(whole, rel=0.1, abs=15) and whole >= e2e * 1e3
     assert figures["wall_s"] >= 3 * e2e  # three rounds of three clients
     assert figures["output_tok_s"]["total"] == pytest.approx(140 / figures["wall_s"], rel=0.01)
     assert server.most_at_once == 3
@@ -37,7 +41,7 @@ def test_several_tokens_in_an_event() -> None:
     with PacedServer(gap_s=0.04, per_event=4, newline=b"\r\n") as server:
         figures = run(plan("--clients", "1", "--requests", "2", "--output-len", "32"), server.base)
     assert figures["tokens"]["per_event"] == 4.0 and figures["tokens"]["by_usage"] == 64
-    assert 39 <= figures["event_gap_ms"]["p50"] < 60
+    assert figures["event_gap_ms"]["p50"] == pytest.approx(median(server.gaps_ms()), rel=0.1, abs=2)
     assert figures["itl_ms"]["p50"] == pytest.approx(figures["event_gap_ms"]["p50"] / 4, rel=0.01)
 
 
@@ -46,19 +50,22 @@ def test_the_steady_window_is_free_of_start_and_end() -> None:
         figures = run(plan("--clients", "2", "--duration", "2.5", "--output-len", "1000"), server.base)
     assert figures["requests"] == {"sent": 2, "complete": 0, "failed": 0, "cut_at_the_end": 2}
     rates = figures["output_tok_s"]
-    assert rates["steady_window_s"] == pytest.approx(2.0, abs=0.15)
-    assert rates["steady"] == pytest.approx(2 / 0.0105, rel=0.15)
+    opened = max(times[1] for times in server.sent.values())
+    closed = opened + rates["steady_window_s"]
+    inside = sum(opened < at <= closed for times in server.sent.values() for at in times[1:])
+    assert 1.0 <= rates["steady_window_s"] <= 2.1
+    assert rates["steady"] == pytest.approx(inside / rates["steady_window_s"], rel=0.1)
     assert rates["total"] < rates["steady"]
 
 
 def test_whichever_limit_comes_first() -> None:
     with PacedServer(gap_s=0.02) as server:
         few = run(plan("--clients", "2", "--requests", "4", "--duration", "30"), server.base)
-        short = run(plan("--clients", "2", "--requests", "400", "--duration", "1"), server.base)
-    assert few["requests"]["complete"] == 4 and few["wall_s"] < 5
-    assert short["requests"]["cut_at_the_end"] > 0 and short["requests"]["failed"] == 0
-    assert 0 < short["requests"]["complete"] < 40
-    assert short["wall_s"] == pytest.approx(1.0, abs=0.3)
+        flags = ("--requests", "400", "--duration", "1", "--output-len", "4000")
+        short = run(plan("--clients", "2", *flags), server.base)
+    assert few["requests"]["complete"] == 4 and few["wall_s"] < 25
+    assert short["requests"] == {"sent": 2, "complete": 0, "failed": 0, "cut_at_the_end": 2}
+    assert 0.8 < short["wall_s"] < 5
 
 
 @pytest.mark.parametrize(
@@ -113,7 +120,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
         figures = run(plan("--workload", "bursty", "--rate", "50", "--requests", "25", "--spread", "1"), server.base)
     assert figures["requests"]["complete"] == 25
     assert server.most_at_once > 8
-    assert figures["wall_s"] < 25 * 0.4 / 3
+    assert figures["wall_s"] < 25 * 0.4
 
 
 def test_unstreamed_and_without_usage() -> None:
