@@ -116,7 +116,7 @@ def measure_parts(config: ServerConfig, steps: int) -> dict[str, float]:
     """Microseconds a step spends in each part."""
     worker, codec, watch = running_worker(config), Codec[StepReport](StepReport), Stopwatch()
     wrapped: list[tuple[Any, str, str]] = [
-        (worker, "_plan", "plan"),
+        (worker, "plan", "plan"),
         (worker.ledger, "extend", "ledger"),
         (worker.ledger, "counters", "ledger"),
         (worker, "_launch", "batch"),

@@ -5,7 +5,7 @@
 Each client sends its next request (fixed lengths) when the last one is answered. A step takes what the issue's table
 says for Llama-3.1-8B: matrix products by tokens, KV read at the copy rate, attention at 400 TFLOP/s, 0.3 ms on top. The
 planner sees it only through a cost model fitted to the steps that calibration times. Also one prompt of 128k tokens
-beside 32 sequences that decode. Waits at sockets, the router and the depth of the pipeline are not simulated.
+before 16 such clients, and beside 32 sequences that decode. Waits at sockets, the router and the depth of the pipeline are not simulated.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ ATTENTION_FLOPS_MS = 400e9
 OVERHEAD_MS = 0.3
 PREFILL_FLOPS_MS = 720e9
 TOKEN_FLOPS = 15.0e9
+LONG = 131_072
 
 
 def step_ms(step: StepCost) -> float:
@@ -158,15 +159,17 @@ class Simulation:
         return done.tolist()
 
 
-def closed_loop(policy: Policy, clients: int, waves: int, prompt: int, output: int) -> dict[str, float]:
-    """`clients` × `waves` requests of fixed lengths, all clients starting at once."""
-    simulation = Simulation(policy, clients, prompt + output)
+def closed_loop(policy: Policy, clients: int, waves: int, prompt: int, output: int, long: int = 0) -> dict[str, float]:
+    """`clients` × `waves` requests of fixed lengths, all clients starting at once, behind one prompt of `long` tokens."""
+    simulation = Simulation(policy, clients + 1, long + prompt + output)
     left = clients * (waves - 1)
+    if long:
+        simulation.send(clients, long, 1)
     for client in range(clients):
         simulation.send(client, prompt, output)
     while (simulation.rows.state != FREE).any():
         for client in simulation.step():
-            if left:
+            if left and client < clients:
                 left -= 1
                 simulation.send(client, prompt, output)
     rate = clients * waves * output / simulation.now * 1e3
@@ -209,7 +212,10 @@ def main() -> None:
             figures = closed_loop(policy, clients, args.waves, 1024, 256)
             runs.append({"policy": policy.name, "clients": clients, **figures})
             print(json.dumps(runs[-1]), file=sys.stderr)
-        runs.append({"policy": policy.name, "long_prompt": 131072, **long_prompt(policy, 32, 131072)})
+        figures = closed_loop(policy, 16, args.waves, 1024, 256, long=LONG)
+        runs.append({"policy": policy.name, "clients": 16, "behind_prompt": LONG, **figures})
+        print(json.dumps(runs[-1]), file=sys.stderr)
+        runs.append({"policy": policy.name, "long_prompt": LONG, **long_prompt(policy, 32, LONG)})
         print(json.dumps(runs[-1]), file=sys.stderr)
     if args.out:
         asked = {"prompt": 1024, "output": 256, "waves": args.waves}

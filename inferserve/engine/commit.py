@@ -67,21 +67,26 @@ def commit(step: LaunchedStep, result: StepResult, sequences: Sequences, now_ns:
     sampled = batch.rows[batch.sample]
     stopped = sequences.rules.stopped(sampled, result.token_ids, batch.out_position)
     live = rows.epoch[sampled] == step.epochs
-    drafts = len(batch.sample) and step.chunks_from > batch.num_decode
+    drafts = step.chunks_from > batch.num_decode
     if drafts:
         live &= follows(batch, result.token_ids, stopped | result.failed)
     good = live & ~result.failed
     which = np.flatnonzero(good)
     row, position, ids = sampled[which], batch.out_position[which], result.token_ids[which]
-    rows.tokens[row, rows.prompt_len[row] + position] = ids
-    rows.out_len[row] = position + 1
-    rows.good[row] = rows.prompt_len[row] + position
-    _write_slots(sequences, row, position, ids, result.logprobs[which], now_ns)
-    committed = _committed(batch, result, sequences, good)
+    place, visible = rows.prompt_len[row] + position, position + 1
+    rows.tokens[row, place] = ids
+    rows.out_len[row] = visible
+    rows.good[row] = place
+    slot = rows.slot[row]
+    _write_slots(sequences, slot, position, ids, result.logprobs[which], now_ns)
+    newest = np.append(row[1:] != row[:-1], True)[: len(row)] if drafts else slice(None)
+    generations = rows.generation[row[newest]].astype(np.uint32)
+    tops = _alternatives(batch, result, sequences, good)
+    committed = Committed(slot[newest], generations, visible[newest], tops)
     if drafts:
         committed = replace(committed, **_settle_drafts(step, sequences, which))
     stopped = stopped[which]
-    done = stopped | (position + 1 >= sequences.rules.limit[row])
+    done = stopped | (visible >= sequences.rules.limit[row])
     first_chunk = int(np.searchsorted(batch.sample[which], step.chunks_from))
     for i in range(first_chunk, len(which)):
         if not done[i]:
@@ -122,20 +127,11 @@ def _settle_drafts(step: LaunchedStep, sequences: Sequences, which: NDArray[np.i
     return {"drafted": int(checked.sum()), "accepted": tuple(accepted.tolist())}
 
 
-def _committed(batch: StepBatch, result: StepResult, sequences: Sequences, good: NDArray[np.bool_]) -> Committed:
-    """The rows that got tokens, each once, with the last of them."""
-    which = np.flatnonzero(good)
-    member = batch.sample[which]
-    last = which[np.append(member[1:] != member[:-1], True)] if len(which) else which
-    rows = batch.rows[batch.sample[last]]
-    generations = sequences.rows.generation[rows].astype(np.uint32)
-    tops = _alternatives(batch, result, sequences, good)
-    return Committed(sequences.rows.slot[rows], generations, batch.out_position[last] + 1, tops)
-
-
-def _write_slots(sequences: Sequences, row: Ints, position: Ints, ids: Ints, logprobs: np.ndarray, now_ns: int) -> None:
-    """Publish in the order that readers rely on."""
-    slots, index = sequences.slots, sequences.rows.slot[row]
+def _write_slots(
+    sequences: Sequences, index: Ints, position: Ints, ids: Ints, logprobs: np.ndarray, now_ns: int
+) -> None:
+    """Publish to the slots `index` in the order that readers rely on."""
+    slots = sequences.slots
     slots.output_ids[index, position] = ids
     slots.logprobs[index, position] = logprobs
     first = position == 0

@@ -83,6 +83,11 @@ class Pace:
             return replace(self._fixed, drafts=drafts)
         return replace(self._fixed, drafts=drafts, prompts=self._prompts(decode, rows, filling, length[filling]))
 
+    @property
+    def learns(self) -> bool:
+        """Whether `observe` has any effect."""
+        return self._model is not None
+
     def observe(self, step: StepCost, milliseconds: float) -> None:
         """A step took this long."""
         if self._model is not None:
@@ -143,6 +148,8 @@ def _with_prompts(decode: StepCost, parts: list[tuple[int, int]], tokens: int) -
 
 def cost_of(batch: StepBatch, chunks_from: int) -> StepCost:
     """What the cost of `batch` depends on; its rows from `chunks_from` on are prompt chunks."""
-    queries, context = batch.query_len[chunks_from:].astype(np.float64), batch.kv_len[chunks_from:]
-    pairs = float((queries * (context - (queries - 1) / 2)).sum())
+    pairs = 0.0
+    if chunks_from < len(batch.rows):
+        queries, context = batch.query_len[chunks_from:].astype(np.float64), batch.kv_len[chunks_from:]
+        pairs = float((queries * (context - (queries - 1) / 2)).sum())
     return StepCost(len(batch.token_ids), int(batch.kv_len[:chunks_from].sum()), pairs, len(batch.sample))

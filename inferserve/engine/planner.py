@@ -23,6 +23,9 @@ _NONE.flags.writeable = False
 RESUME_STEPS = 16
 """A paused row resumes only when the others can decode this many steps more beside it, so that it does not bounce."""
 
+LONG_PROMPT = 8
+"""A prompt that would fill more steps than this shares them with the prompts behind it."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -123,13 +126,17 @@ def plan_step(
 
 
 def _cut(wanted: list[int], longest: int, left: int) -> list[int]:
-    """Chunks of the first rows, at most `longest` of one and `left` of all."""
-    chunks = []
+    """Chunks of the first rows, at most `longest` of one and `left` of all. A long prompt leaves half to those behind it."""
+    chunks: list[int] = []
+    long = LONG_PROMPT * left
     for want in wanted:
         if left <= 0:
             break
-        chunks.append(min(want, longest, left))
+        most = -(-left // 2) if want > long else left
+        chunks.append(min(want, longest, most))
         left -= chunks[-1]
+    if chunks and left > 0:
+        chunks[0] += min(left, wanted[0] - chunks[0], longest - chunks[0])
     return chunks
 
 
@@ -152,10 +159,12 @@ def next_to_start(rows: Rows) -> int | None:
 
 def has_room(rows: Rows, rules: EndRules, length: Ints, budget: Budget) -> bool:
     """Whether the next step could compute more than the rows that hold KV would put into it."""
-    decoding = int(np.count_nonzero(_decoding(rows, rules)))
+    room = budget.tokens - int(np.count_nonzero(_decoding(rows, rules)))
+    if budget.prompts is not None:
+        room = min(room, budget.prompts)
     filling = np.flatnonzero(rows.state == FILLING)
-    wanted = int(np.minimum(rows.fill[filling] - length[filling], budget.chunk).sum())
-    return decoding + wanted < budget.tokens and (budget.prompts is None or wanted < budget.prompts)
+    wanted = rows.fill[filling] - length[filling]
+    return int(np.where(wanted > LONG_PROMPT * room, room // 2, np.minimum(wanted, budget.chunk)).sum()) < room
 
 
 def tokens_promised(rows: Rows, length: Ints, resumes: bool) -> int:

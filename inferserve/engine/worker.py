@@ -173,7 +173,8 @@ class Worker:
         now = self._clock()
         seconds = (now - max(step.launched_ns, self._committed_ns)) / 1e9
         self._committed_ns = now
-        self._pace.observe(cost_of(step.batch, step.chunks_from), seconds * 1e3)
+        if self._pace.learns:
+            self._pace.observe(cost_of(step.batch, step.chunks_from), seconds * 1e3)
         return step, commit(step, result, self.sequences, now), seconds
 
     def _report(

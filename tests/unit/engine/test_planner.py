@@ -48,6 +48,23 @@ def test_a_chunk_is_limited() -> None:
     assert plan.chunks.tolist() == [7, 5]
 
 
+def test_a_long_prompt_leaves_half_to_those_behind_it() -> None:
+    long, short = (FILLING, 1, 900), (FILLING, 2, 30)
+    for waiting, chunks in (
+        ([long], [64]),
+        ([(FILLING, 1, 512), short], [64]),
+        ([long, short], [34, 30]),
+        ([long, (FILLING, 2, 300)], [32, 32]),
+        ([long, (FILLING, 2, 800), short], [32, 16, 16]),
+    ):
+        rows, rules, length = running(*waiting)
+        assert plan_step(rows, rules, length, Budget(64, 64), PLENTY).chunks.tolist() == chunks
+    rows, rules, length = running(long, (QUEUED, 2, 0))
+    assert has_room(rows, rules, length, Budget(64, 64)), "the one behind it must have started to share"
+    rows, rules, length = running(long, (FILLING, 2, 300), (QUEUED, 2, 0))
+    assert not has_room(rows, rules, length, Budget(64, 64))
+
+
 def test_rows_whose_last_token_is_asked_for_are_left_out() -> None:
     rows, rules, length = running((DECODING, 1, 0), (DECODING, 2, 0))
     rows.planned[0] = 50
