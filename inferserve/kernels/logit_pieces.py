@@ -16,6 +16,7 @@ class TileConfig:
 ARGMAX = TileConfig(block=4096, warps=8)
 LOGPROBS = TileConfig(block=4096, warps=8)
 PENALTIES = TileConfig(block=1024, warps=8)
+FILTER = TileConfig(block=8192, warps=32)
 
 PIECES = 32
 """Most pieces that a row is cut into."""

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inferserve.kernels.launch_config import FILTER
+from inferserve.kernels import logit_pieces
 
 _INFINITY = tl.constexpr(0x7F800000)
 """Bits of the float."""
@@ -284,9 +284,9 @@ def filter_sample(logits: torch.Tensor, params: FilterParams, out: torch.Tensor)
             only -inf gives a meaningless token in [0, V).
         out: int64, written at the columns' targets.
     """
-    rows = params.table.shape[1]
+    rows, config = params.table.shape[1], logit_pieces.FILTER
     if rows:
-        spare = torch.empty((rows, 2, FILTER.block), dtype=torch.float32, device=logits.device)
+        spare = torch.empty((rows, 2, config.block), dtype=torch.float32, device=logits.device)
         _filter_sample_kernel[(rows,)](
             logits,
             params.table,
@@ -295,8 +295,8 @@ def filter_sample(logits: torch.Tensor, params: FilterParams, out: torch.Tensor)
             rows,
             logits.stride(0),
             logits.shape[1],
-            BLOCK=FILTER.block,
-            num_warps=FILTER.warps,
+            BLOCK=config.block,
+            num_warps=config.warps,
         )
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from inferserve.kernels import sampling_filter
-from inferserve.kernels.launch_config import FilterConfig
+from inferserve.kernels import logit_pieces
 from inferserve.kernels.sampling_filter import FilterParams, filter_sample, filter_sample_ref
 from tests.kernels.compare import DTYPES, random
 
@@ -63,7 +62,7 @@ def near_a_boundary(logits: torch.Tensor, temperature: float, tokens: tuple[int,
 @pytest.fixture(params=[256, 512, 8192])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Tiles far smaller than the vocabulary, of about the size of what is kept, and larger than both."""
-    monkeypatch.setattr(sampling_filter, "FILTER", FilterConfig(request.param, max(1, request.param // 256)))
+    monkeypatch.setattr(logit_pieces, "FILTER", logit_pieces.TileConfig(request.param, max(1, request.param // 256)))
     return int(request.param)
 
 
