@@ -80,8 +80,9 @@ DEFAULT = "8b-one,8b-64,8b-256,8b-offline,0.6b-one,0.6b-64,0.6b-256"
 class Suite:
     """Runs stages against the clock and remembers what came of them."""
 
-    def __init__(self, out: Path, limit_s: float, flags: dict[str, str]) -> None:
+    def __init__(self, out: Path, limit_s: float, flags: dict[str, str], fallback: str = "") -> None:
         self._out = out
+        self._fallback = fallback
         self._end = time.monotonic() + limit_s
         self._flags = flags
         self.rows: list[dict[str, Any]] = []
@@ -101,13 +102,17 @@ class Suite:
                 waiting = self._serve(model, waiting)
 
     def _serve(self, model: str, waiting: list[Stage]) -> list[Stage]:
-        """Start a server and run stages while it lives; the stages that are left."""
+        """Start a server and run stages while it lives; the stages that are left.
+
+        If it does not start, the fallback flags are added and it is tried once more: slow figures say more than none.
+        """
         limit = min(_START_LIMIT_S[model], self.left - _STOP_S)
         if limit < 1:
             self._skip(waiting, "no time left")
             return []
         flags = f"--model-dir {_SHAPES / SHAPES[model]} {_COMMON} {self._flags.get(model, '')}"
         log = self._out / f"server-{model}-{len(self.rows)}.log"
+        began = time.monotonic()
         try:
             with Server(*shlex.split(flags), timeout_s=limit, log=log) as server:
                 ready = round(server.start_seconds, 2)
@@ -115,9 +120,13 @@ class Suite:
                 while waiting and server.alive:
                     self._stage(waiting.pop(0), server)
                 if not server.alive:
-                    self._row(f"{model}-server", "DIED", 0.0, {"log": _tail(log, 15)})
+                    self._row(f"{model}-server", "DIED", 0.0, {"log": _tail(log)})
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            self._row(f"{model}-start", "FAILED", limit, {"error": type(error).__name__, "log": _tail(log, 15)})
+            seconds = round(time.monotonic() - began, 1)
+            self._row(f"{model}-start", "FAILED", seconds, {"error": type(error).__name__, "log": _tail(log, 15)})
+            if self._fallback and self._fallback not in flags:
+                self._flags[model] = f"{self._flags.get(model, '')} {self._fallback}"
+                return waiting
             self._skip(waiting, "no server")
             return []
         return waiting
@@ -226,9 +235,10 @@ def main() -> None:
     parser.add_argument("--out", required=True, metavar="FOLDER")
     parser.add_argument("--stages", default=DEFAULT, help=f"of {', '.join(s.name for s in STAGES)}")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for everything")
-    parser.add_argument("--flags", default="", help="further server flags, for every model")
+    parser.add_argument("--flags", default="", help="further server flags, for every model: --flags=\"--a --b\"")
     parser.add_argument("--flags-8b", default="")
     parser.add_argument("--flags-0.6b", dest="flags_small", default=_SMALL["0.6b"])
+    parser.add_argument("--fallback", default="--disable-cudagraph", help="added for a second try to start; '' = none")
     args = parser.parse_args()
     known = {stage.name: stage for stage in STAGES}
     names = args.stages.split(",")
@@ -239,7 +249,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     own = {"8b": args.flags_8b, "8b-long": f"{args.flags_8b} {_LONG_FLAGS}", "0.6b": args.flags_small}
     flags = {model: f"{args.flags} {more}".strip() for model, more in own.items()}
-    suite = Suite(out, args.limit, flags)
+    suite = Suite(out, args.limit, flags, args.fallback)
     suite.run([known[name] for name in names])
     print("\n".join(table(suite.rows)[:100]), flush=True)
     raise SystemExit(any(row["status"] != "ok" for row in suite.rows))

@@ -81,3 +81,16 @@ def test_suite_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.Monk
     saved = json.loads((tmp_path / "summary.json").read_text())["figures"]["stages"]
     assert [row["name"] for row in saved] == [row["name"] for row in suite.rows]
     assert saved[3]["figures"]["tokens"]["by_usage"] == 32 and saved[3]["server_cpu_us_per_token"]
+
+
+def test_suite_tries_a_start_once_more(tmp_path: Path) -> None:
+    load = "--clients 2 --requests 2 --input-len 16 --output-len 8"
+    stages = [gpu_suite.Stage("load", "8b", "benchmarks.serve_load", load, 20.0)]
+    suite = gpu_suite.Suite(tmp_path, 90.0, {"8b": "--engine fake --max-n 0"}, "--max-n 4")
+    suite.run(stages)
+    assert [(row["name"], row["status"]) for row in suite.rows] == [
+        ("8b-start", "FAILED"),
+        ("8b-start", "ok"),
+        ("load", "ok"),
+    ]
+    assert suite.rows[1]["flags"].endswith("--max-n 4")
