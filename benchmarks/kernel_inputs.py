@@ -19,7 +19,7 @@ from inferserve.kv.pool import KvPool, KvShape
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
-_ROUNDS = 16
+_ROUNDS = 4
 
 Lengths = Sequence[tuple[int, int]]
 """(query length, kv length) of each row, decode rows first."""
@@ -165,7 +165,7 @@ class Attention:
             self.scores,
             first_tile=HEADER + ITEM * int(self.host[2]),
             tiles=int(self.host[1]),
-            programs=_ROUNDS * multiprocessors() * DECODE_PROGRAMS_PER_SM,
+            programs=int(self.host[1]) * self.pages.shape.kv_heads,
             config=config,
         )
         return self.out

@@ -54,7 +54,7 @@ DECODE_CONFIGS = tuple(
     DecodeConfig(*c)
     for c in ((64, 4, 3), (64, 4, 4), (32, 4, 4), (32, 4, 6), (64, 4, 2), (128, 4, 2), (128, 8, 3), (32, 2, 4))
 )
-FP8_CONFIGS = tuple(DecodeConfig(*c) for c in ((128, 4, 3), (64, 4, 3), (64, 4, 4), (128, 8, 3), (128, 4, 4)))
+FP8_CONFIGS = tuple(DecodeConfig(*c) for c in ((64, 4, 4), (64, 4, 3), (128, 4, 3), (128, 8, 3), (64, 4, 5)))
 PREFILL_CONFIGS = tuple(
     PrefillConfig(*c)
     for c in ((128, 128, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 4, 3))

@@ -23,8 +23,11 @@ from inferserve.kernels.prefill_attention import prefill_attention
 from inferserve.kernels.rope_write import PackedHeads, Rotation, rope_write
 from inferserve.kv.pool import KvPool, KvShape
 
-_ROUNDS = 16
-"""Most programs of a launch, in those that run at once; what is more shares them."""
+_ROUNDS = 4
+"""Most decode programs of a launch, in those that run at once: items beyond share them, and few are idle in a step that
+is smaller than its bucket."""
+_FEW_CHUNKS = 4
+"""A captured launch has programs for the tiles of so many chunks; in a step with more of them, tiles share programs."""
 _INTERPRETER_MULTIPROCESSORS = 8
 
 
@@ -36,11 +39,13 @@ class ListPlan:
         work: int32 [capacity.size].
         capacity: what launches are sized to.
         space: for the partial results of its decode items.
+        tile_programs: to launch for the tiles.
     """
 
     work: Tensor
     capacity: Capacity
     space: DecodeSpace
+    tile_programs: int
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,16 @@ class TritonAttention:
             assert batch.work_host is not None
             capacities = list(_capacities(batch.work_host))
         starts = accumulate((capacity.size for capacity in capacities), initial=0)
+        fewer = max(0, batch.bucket.chunks - _FEW_CHUNKS) if batch.bucket else 0
         return TritonPlan(
             batch,
             tuple(
-                ListPlan(batch.work[start : start + capacity.size], capacity, self._space(i, capacity.items))
+                ListPlan(
+                    batch.work[start : start + capacity.size],
+                    capacity,
+                    self._space(i, capacity.items),
+                    max(1, capacity.tiles - fewer) * self._lists[i].shape.kv_heads,
+                )
                 for i, (start, capacity) in enumerate(zip(starts, capacities, strict=False))
             ),
         )
@@ -123,8 +134,8 @@ class TritonAttention:
         scores = Scores(spec.scale, spec.window, spec.softcap)
         out = torch.empty((*q.shape[:2], shape.value_dim), dtype=q.dtype, device=q.device)
         items, tiles = part.capacity
-        programs = _ROUNDS * self._slots
-        decode_attention(q, kv, table, part.work, out, part.space, scores, items=items, programs=programs)
+        most = _ROUNDS * self._slots
+        decode_attention(q, kv, table, part.work, out, part.space, scores, items=items, programs=most)
         prefill_attention(
             q,
             kv,
@@ -134,7 +145,7 @@ class TritonAttention:
             scores,
             first_tile=HEADER + ITEM * items,
             tiles=tiles,
-            programs=programs,
+            programs=part.tile_programs,
             config=self._prefill[spec.layer],
         )
         return out

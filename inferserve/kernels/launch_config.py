@@ -63,7 +63,7 @@ def decode_config(head_dim: int, kv_size: int, q_size: int) -> DecodeConfig:
     if q_size > 2:
         return DecodeConfig(block_n=16, warps=4, stages=2)
     if head_dim <= 128:
-        return DecodeConfig(block_n=64 if kv_size > 1 else 128, warps=4, stages=3)
+        return DecodeConfig(block_n=64, warps=4, stages=3 if kv_size > 1 else 4)
     return DecodeConfig(block_n=32, warps=4, stages=3)
 
 
