@@ -64,10 +64,10 @@ class Matrix:
                 layers[-1].pack()
         return matrix
 
-    def stored(self, blocks: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Values and scales of each copy as kernels take them."""
+    def stored(self, blocks: bool) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Values, scales and bias of each copy as kernels take them."""
         weights = [layer.quantised for layer in (self.block if blocks else self.channel)]
-        return [(w.values, w.scales if blocks else w.scales.view(-1)) for w in weights if w is not None]
+        return [(w.values, w.scales if blocks else w.scales.view(-1), w.offset) for w in weights if w is not None]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Bench:
 
 def copy_rate() -> float:
     """Bytes a second, read plus written."""
-    source = torch.randn(2**28, device=DEVICE)
+    source = torch.randn(2**28, device=DEVICE, dtype=torch.float32)
     target = torch.empty_like(source)
     return 2 * source.nbytes / graph_time([partial(target.copy_, source)]) * 1e6
 
@@ -190,11 +190,11 @@ def _kind(blocks: bool) -> str:
 
 
 def _twin(matrix: Matrix, blocks: bool) -> Product:
-    values, scales = matrix.stored(blocks)[0]
+    values, scales, bias = matrix.stored(blocks)[0]
 
     def twin(x: torch.Tensor) -> torch.Tensor:
         q, q_scale = fp8_quant_ref(x, GROUP if blocks or len(x) <= QUANTISED_INSIDE else 0)
-        return fp8_matmul_ref(q, q_scale, values, scales, None, scales, torch.float32)
+        return fp8_matmul_ref(q, q_scale, values, scales, bias, scales, torch.float32)
 
     return twin
 
@@ -204,29 +204,30 @@ def tiled(matrix: Matrix, blocks: bool, tiles: Fp8Tiles) -> Case:
     stored = matrix.stored(blocks)
     spare = counters(stored[0][0])
 
-    def product(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def product(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         if len(x) <= QUANTISED_INSIDE:
-            return fp8_matmul(x, None, values, scales, None, spare, BF16, tiles)
+            return fp8_matmul(x, None, values, scales, bias, spare, BF16, tiles)
         q, q_scale = fp8_quant(x, GROUP if blocks else 0)
-        return fp8_matmul(q, q_scale, values, scales, None, spare, BF16, tiles)
+        return fp8_matmul(q, q_scale, values, scales, bias, spare, BF16, tiles)
 
     name = f"fp8 {_kind(blocks)} {tiles.block_m}x{tiles.block_n}/{tiles.stages}/{tiles.programs}"
-    return Case(name, [partial(product, values=v, scales=s) for v, s in stored], _twin(matrix, blocks), 1)
+    return Case(name, [partial(product, values=v, scales=s, bias=b) for v, s, b in stored], _twin(matrix, blocks), 1)
 
 
 def library(matrix: Matrix, fast: bool) -> Case:
     """fp8 by cuBLAS, with the matrix unit's short sums (`fast`) or without, the quantisation of x included."""
     stored = matrix.stored(False)
 
-    def product(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def product(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         q, q_scale = fp8_quant(x, 0)
-        return torch._scaled_mm(q, values.t(), q_scale, scales[None], out_dtype=BF16, use_fast_accum=fast)
+        return torch._scaled_mm(q, values.t(), q_scale, scales[None], bias, out_dtype=BF16, use_fast_accum=fast)
 
     def twin(x: torch.Tensor) -> torch.Tensor:
-        return fp8_matmul_ref(*fp8_quant_ref(x, 0), *stored[0], None, stored[0][1], torch.float32)
+        values, scales, bias = stored[0]
+        return fp8_matmul_ref(*fp8_quant_ref(x, 0), values, scales, bias, scales, torch.float32)
 
     name = f"fp8 channel cuBLAS{', short sums' if fast else ''}"
-    return Case(name, [partial(product, values=v, scales=s) for v, s in stored], twin, 1)
+    return Case(name, [partial(product, values=v, scales=s, bias=b) for v, s, b in stored], twin, 1)
 
 
 # -------------------------------------------------------------------------------------------------------- the order
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 4096])
     parser.add_argument("--out", default="benchmarks/results/quant_gpu.json")
     args = parser.parse_args()
+    torch.set_default_dtype(BF16)  # as when a model is loaded
     with torch.inference_mode():
         bench = Bench(args.limit)
         print(f"copy {bench.copy_rate / 1e12:.2f} TB/s", flush=True)

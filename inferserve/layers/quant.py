@@ -178,7 +178,7 @@ def on_gpu(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
     """Few tokens in one launch that quantises them in groups; more are quantised by a launch of their own."""
     spare = counters(values)
     w_scale = scales if blocks else scales.view(-1)
-    library = not blocks and _library_multiplies(values, scales)
+    library = not blocks and _library_multiplies(values, scales, bias)
 
     def matmul(x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= QUANTISED_INSIDE:
@@ -201,11 +201,11 @@ def _scaled(
     return result
 
 
-def _library_multiplies(values: torch.Tensor, scales: torch.Tensor) -> bool:
+def _library_multiplies(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether this torch has products with a scale for each row on this device, and in this shape."""
     q = torch.zeros((2 * QUANTISED_INSIDE, values.shape[1]), dtype=FP8, device=values.device)
     try:
-        _scaled(q, torch.ones((len(q), 1), device=q.device, dtype=torch.float32), values, scales, None)
+        _scaled(q, torch.ones((len(q), 1), device=q.device, dtype=torch.float32), values, scales, bias)
     except (RuntimeError, ValueError, TypeError):
         return False
     return True
