@@ -25,6 +25,7 @@ _RANGES = (
     _Range("engine", "mem_fraction", 0, 1, open=True),
     _Range("engine", "max_total_token_num", 0, 2**40),
     _Range("engine", "cpu_threads", 0, 4096),
+    _Range("engine", "compile_workers", 0, 256),
     _Range("engine", "graph_max_batch_size", 1, 65_536),
     _Range("engine", "graph_split_batch_size", 1, 65_536),
     _Range("engine", "graph_grow_step_size", 1, 65_536),

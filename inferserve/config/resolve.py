@@ -29,6 +29,7 @@ _DECODE_ROOM = {"cuda": 256, "cpu": 128}
 _STEP_RATIO = {"cuda": 1.35, "cpu": 0.0}
 _SPEC_TOKENS = {"none": 0, "ngram": 4}
 _FAKE_KV_TOKENS = 1048576
+_COMPILE_WORKERS = 8
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -136,6 +137,7 @@ def _engine(asked: EnginePart, tp: int) -> EnginePart:
         device=device,
         attention_backend=attention,
         cpu_threads=asked.cpu_threads or max(1, cpu_count() // tp),
+        compile_workers=asked.compile_workers or max(1, min(_COMPILE_WORKERS, cpu_count() // (2 * tp))),
         spec_tokens=asked.spec_tokens or _SPEC_TOKENS[asked.spec_mode],
         pipeline_depth=asked.pipeline_depth if asked.pipeline_depth >= 0 else int(device == "cuda"),
         fake_kv_tokens=(asked.fake_kv_tokens or asked.max_total_token_num or _FAKE_KV_TOKENS) if fake else 0,

@@ -75,6 +75,11 @@ class EnginePart:
     disable_dynamic_prompt_cache: bool = flag(False, "no prefix cache")
     cpu_threads: int = flag(0, "torch threads on CPU, of each engine process", auto="all cores / --tp")
     warmup: bool = flag(True, "run one step before reporting ready")
+    compile_workers: int = flag(
+        0,
+        "processes that compile kernels while weights load, on a GPU; 1 = none, each is compiled at its first launch",
+        auto="half of the cores / --tp, at most 8",
+    )
     debug_checks: bool = flag(False, "audit the KV ledger when idle")
     disable_cudagraph: bool = flag(False, "launch every step from Python instead of replaying CUDA graphs")
     graph_max_batch_size: int = flag(

@@ -136,7 +136,7 @@ def capture(parts: Parts, wanted: Sequence[Bucket], recorder: Recorder, what: st
     steps: list[CapturedStep] = []
     started = shown = time.monotonic()
     for bucket, size in zip(wanted, work, strict=True):
-        steps.append(_record(parts, StaticInputs(bucket, size, upload, parts.rows, parts.spare), recorder))
+        steps.append(record(parts, StaticInputs(bucket, size, upload, parts.rows, parts.spare), recorder))
         now = time.monotonic()
         if now - shown > _PROGRESS_EVERY_S or len(steps) == len(wanted):
             shown = now
@@ -168,8 +168,8 @@ def measure(parts: Parts, wanted: Sequence[Bucket], recorder: Recorder) -> int:
     return before - between + (between - after) * len(rest) * 5 // (4 * max(1, len(some)))
 
 
-def _record(parts: Parts, inputs: StaticInputs, recorder: Recorder) -> CapturedStep:
-    """Record one bucket over a step of nothing but padding."""
+def record(parts: Parts, inputs: StaticInputs, recorder: Recorder) -> CapturedStep:
+    """Record the bucket of `inputs` over a step of nothing but padding."""
     batch, sections, rows = inputs.attention_batch(parts.rows.table), inputs.device, parts.rows
     inputs.fill(_EMPTY, parts.attention.work(_NO_ROWS, inputs.bucket))
 

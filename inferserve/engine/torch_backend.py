@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from triton.runtime import driver
 
 from inferserve.attention.base import Bucket, CapturableAttention
 from inferserve.attention.registry import make_attention
@@ -16,6 +17,7 @@ from inferserve.config.machine import available_memory
 from inferserve.config.model_config import ModelConfig
 from inferserve.config.schema import ServerConfig
 from inferserve.engine import memory, warmup
+from inferserve.engine.compile_ahead import Compilers, ModelLaunches
 from inferserve.engine.graphs import Parts, buckets, capture, measure
 from inferserve.engine.recorder import CudaRecorder
 from inferserve.engine.runner import Runner
@@ -26,7 +28,7 @@ from inferserve.errors import ConfigError
 from inferserve.kernels.dispatch import kernels_for
 from inferserve.kv.pool import KvPool
 from inferserve.log import event
-from inferserve.models.registry import load_model, read_model_config
+from inferserve.models.registry import family_of, load_model, read_model_config
 from inferserve.models.spec import CapturableModel, CausalModel
 from inferserve.parallel.ranks import ALONE, Ranks
 from inferserve.protocol.sampling import SamplingParams
@@ -37,6 +39,10 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _STORED = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """What --llm-kv-type stores K and V as; None = the model's dtype."""
+
+
+_COMPILE_S = 60.0
+"""How long compilers may go on after the weights are there."""
 
 
 class TorchBackend:
@@ -65,7 +71,11 @@ class TorchBackend:
             raise ConfigError(f"--device cuda: torch {torch.__version__} finds no CUDA device")
         model_config = read_model_config(Path(config.facts.folder))
         dtype = _DTYPES[config.model.data_type]
+        compilers = self._compile(model_config, dtype) if self._device.type == "cuda" else None
         model = self._load(dtype)
+        if compilers:
+            started, done = time.monotonic(), compilers.wait(_COMPILE_S)
+            event(log, "kernels compiled", children=done, waited=round(time.monotonic() - started, 2))
         try:
             pool = self._make_pool(model, model_config, dtype)
         except torch.OutOfMemoryError as error:
@@ -104,6 +114,19 @@ class TorchBackend:
     def _ready(self) -> Runner:
         assert self._runner is not None, "start() first"
         return self._runner
+
+    def _compile(self, model_config: ModelConfig, dtype: torch.dtype) -> Compilers | None:
+        """Begin to compile the kernels of our own stack, if there is a child to do it."""
+        engine, ranks = self._config.engine, self._ranks
+        family = family_of(model_config, engine.model_backend)
+        if family is None or engine.compile_workers < 2 or engine.attention_backend != "triton":
+            return None
+        spec, length = family.spec(model_config).share(ranks.size), self._config.model.max_req_total_len
+        launches = ModelLaunches(spec, dtype, self._stored, self._max_rows, length, engine.deterministic)
+        first = ranks.rank * engine.compile_workers
+        shares = range(first, first + engine.compile_workers)
+        target = driver.active.get_current_target()
+        return Compilers(launches, target, shares, engine.compile_workers * ranks.size)
 
     def _load(self, dtype: torch.dtype) -> CausalModel:
         started = time.monotonic()

@@ -36,6 +36,10 @@ _EVERYTHING = SamplingParams(
 )
 
 
+KINDS = (_GREEDY, _DRAWN, _EVERYTHING, _GREEDY_EDITED)
+"""One row of each kind of sampling."""
+
+
 @dataclass(frozen=True)
 class Extent:
     """The most that steps may ask for.

@@ -45,7 +45,7 @@ class Rotary(nn.Module):
         if self.rope.kind == "dynamic" and batch.max_kv_len > self.max_position:
             return self._dynamic(batch)
         cos, sin, _ = self.tables
-        if cos.is_cuda:
+        if cos.device.type != "cpu":
             # Every layer's kernel looks the angles up itself.
             return Rotation(cos, sin, batch.positions)
         return Rotation(cos.index_select(0, batch.positions), sin.index_select(0, batch.positions), None)

@@ -14,8 +14,8 @@ def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
     On CUDA it goes through pinned memory in stream order (torch keeps the pinned block until the copy is done).
     """
-    if device.type == "cpu":
-        return torch.from_numpy(np.array(array, order="C"))
+    if device.type != "cuda":
+        return torch.from_numpy(np.array(array, order="C")).to(device)
     pinned = torch.empty(array.shape, dtype=_DTYPES[array.dtype], pin_memory=True)
     pinned.numpy()[...] = array
     return pinned.to(device, non_blocking=True)
