@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from inferserve.engine.cost_model import SIZES, TILE, CostModel, StepCost, chunk_pairs
-from inferserve.engine.planner import Budget, in_order
+from inferserve.engine.planner import Budget, cut, in_order
 from inferserve.engine.rows import DECODING, FILLING, QUEUED, Rows
 from inferserve.engine.step import Ints, StepBatch
 
@@ -120,30 +120,27 @@ class Pace:
             rows.fill[filling] - before,
             rows.prompt_len[filling] + rows.out_len[filling],
         )
-        parts = list(zip(before.tolist(), np.minimum(wanted, self._fixed.chunk).tolist(), strict=True))
         target = self._limit(decode, decode.tokens + len(filling))
-        sizes, most = self._sizes, min(self._fixed.tokens, decode.tokens + sum(want for _, want in parts))
+        parts = before.tolist(), wanted.tolist()
+        sizes, most = (
+            self._sizes,
+            min(self._fixed.tokens, decode.tokens + int(np.minimum(wanted, self._fixed.chunk).sum())),
+        )
         low = min(bisect_left(sizes, decode.tokens + LEAST_PROMPT), len(sizes) - 1)
         high = max(low, bisect_left(sizes, most))
         while low < high:
             middle = (low + high + 1) // 2
-            if self._time(_with_prompts(decode, parts, sizes[middle] - decode.tokens)) <= target:
+            if self._time(self._with_prompts(decode, *parts, sizes[middle] - decode.tokens)) <= target:
                 low = middle
             else:
                 high = middle - 1
         return max(0, sizes[low] - decode.tokens)
 
-
-def _with_prompts(decode: StepCost, parts: list[tuple[int, int]], tokens: int) -> StepCost:
-    """The step with `tokens` prompt tokens of `parts` (tokens before, tokens wanted), first come first served."""
-    pairs, left = 0.0, tokens
-    for before, want in parts:
-        take = min(want, left)
-        pairs += chunk_pairs(before, take)
-        left -= take
-        if not left:
-            break
-    return decode._replace(tokens=decode.tokens + tokens, pairs=pairs)
+    def _with_prompts(self, decode: StepCost, before: list[int], wanted: list[int], tokens: int) -> StepCost:
+        """The step with `tokens` prompt tokens, shared out as the planner does."""
+        chunks = cut(wanted, self._fixed.chunk, tokens)
+        pairs = sum(map(chunk_pairs, before, chunks))
+        return decode._replace(tokens=decode.tokens + tokens, pairs=pairs)
 
 
 def cost_of(batch: StepBatch, chunks_from: int) -> StepCost:

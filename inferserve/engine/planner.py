@@ -119,13 +119,13 @@ def plan_step(
     if budget.prompts is not None:
         beside = len(decode) + len(drafts.rows) + drafts.tokens
         left = min(left, padded(beside + budget.prompts) - beside if drafts.rows else budget.prompts)
-    chunks = _cut(wanted, budget.chunk, left)
+    chunks = cut(wanted, budget.chunk, left)
     if not chunks and not len(decode) and not drafts.rows:
         return SHORT
     return StepPlan(decode, filling[: len(chunks)], np.array(chunks, dtype=np.int32), drafts)
 
 
-def _cut(wanted: list[int], longest: int, left: int) -> list[int]:
+def cut(wanted: list[int], longest: int, left: int) -> list[int]:
     """Chunks of the first rows, at most `longest` of one and `left` of all. A long prompt leaves half to those behind it."""
     chunks: list[int] = []
     long = LONG_PROMPT * left
