@@ -18,69 +18,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks import schema
+from benchmarks.gpu_stages import COMMON, DEFAULT, MODELS, STAGES, Stage
 from benchmarks.serving import Server
 
 _SHAPES = Path(__file__).parent / "shapes"
-_START_LIMIT_S = {"8b": 90.0, "8b-long": 90.0, "0.6b": 60.0}
 _STOP_S = 3.0
-_COMMON = "--load-format dummy --max-req-total-len 8192 --disable-log-requests"
-_SMALL = {"0.6b": "--httpserver-workers 4"}
-"""Flags of one model: the small one is limited by its front end."""
-_LONG_FLAGS = "--max-req-total-len 131072 --running-max-req-size 64 --max-queued-requests 64"
-SHAPES = {"8b": "llama-3.1-8b", "8b-long": "llama-3.1-8b", "0.6b": "qwen3-0.6b"}
-
-
-@dataclass(frozen=True)
-class Stage:
-    """`module` with `args` against the server of `model` ('' = needs none). `target`: output tok/s that is wanted."""
-
-    name: str
-    model: str
-    module: str
-    args: str
-    limit_s: float
-    target: float = 0.0
-
-
-def _load(name: str, model: str, args: str, limit_s: float, target: float) -> Stage:
-    return Stage(name, model, "benchmarks.serve_load", args, limit_s, target)
-
-
-_ONE = "--clients 1 --input-len 128 --output-len 512 --warmup 1"
-_LONG = "--input-len 1024 --output-len 256 --warmup 4"
-_SHORT = "--input-len 512 --output-len 256 --warmup 4"
-STAGES = (
-    Stage("floors", "", "benchmarks.floors", "", 40),
-    Stage("startup", "", "benchmarks.startup", "", 180),
-    _load("8b-one", "8b", f"{_ONE} --requests 3 --duration 15", 25, 232),
-    _load("8b-64", "8b", f"{_LONG} --clients 64 --requests 320 --duration 24", 40, 5400),
-    _load("8b-256", "8b", f"{_LONG} --clients 256 --requests 512 --duration 30", 50, 6500),
-    Stage("8b-offline", "8b", "benchmarks.offline", "", 40, 10300),
-    _load("8b-16", "8b", f"{_LONG} --clients 16 --requests 96 --duration 20", 30, 2750),
-    _load("8b-turns", "8b", "--workload multi-turn --clients 64 --turns 8 --prefix-len 2048 --input-len 128"
-          " --output-len 128", 60, 0),
-    _load("8b-turns-only-new", "8b", "--workload multi-turn --only-new --clients 64 --turns 8 --prefix-len 2048"
-          " --input-len 128 --output-len 128", 60, 0),
-    _load("8b-bursty", "8b", "--workload bursty --rate 12 --burstiness 0.5 --requests 200", 40, 0),
-    Stage("8b-long", "8b-long", "benchmarks.long_context", "", 150),
-    _load("0.6b-one", "0.6b", f"{_ONE} --requests 4 --duration 8", 15, 800),
-    _load("0.6b-64", "0.6b", f"{_SHORT} --clients 64 --requests 640 --duration 15", 30, 22000),
-    _load("0.6b-256", "0.6b", f"{_SHORT} --clients 256 --requests 1280 --duration 20", 35, 33000),
-    Stage("0.6b-offline", "0.6b", "benchmarks.offline", "", 30, 25500),
-)  # fmt: skip
-DEFAULT = "8b-one,8b-64,8b-256,8b-offline,0.6b-one,0.6b-64,0.6b-256"
 
 
 class Suite:
     """Runs stages against the clock and remembers what came of them."""
 
-    def __init__(self, out: Path, limit_s: float, flags: dict[str, str], fallback: str = "") -> None:
+    def __init__(self, out: Path, limit_s: float, flags: str, fallback: str = "") -> None:
         self._out = out
         self._fallback = fallback
         self._end = time.monotonic() + limit_s
@@ -106,11 +59,11 @@ class Suite:
 
         If it does not start, the fallback flags are added and it is tried once more: slow figures say more than none.
         """
-        limit = min(_START_LIMIT_S[model], self.left - _STOP_S)
+        limit = min(MODELS[model].start_limit_s, self.left - _STOP_S)
         if limit < 1:
             self._skip(waiting, "no time left")
             return []
-        flags = f"--model-dir {_SHAPES / SHAPES[model]} {_COMMON} {self._flags.get(model, '')}"
+        flags = f"--model-dir {_SHAPES / MODELS[model].shape} {COMMON} {MODELS[model].flags} {self._flags}"
         log = self._out / f"server-{model}-{len(self.rows)}.log"
         began = time.monotonic()
         try:
@@ -125,7 +78,7 @@ class Suite:
             seconds = round(time.monotonic() - began, 1)
             self._row(f"{model}-start", "FAILED", seconds, {"error": type(error).__name__, "log": _tail(log, 15)})
             if self._fallback and self._fallback not in flags:
-                self._flags[model] = f"{self._flags.get(model, '')} {self._fallback}"
+                self._flags += f" {self._fallback}"
                 return waiting
             self._skip(waiting, "no server")
             return []
@@ -235,9 +188,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, metavar="FOLDER")
     parser.add_argument("--stages", default=DEFAULT, help=f"of {', '.join(s.name for s in STAGES)}")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for everything")
-    parser.add_argument("--flags", default="", help="further server flags, for every model: --flags=\"--a --b\"")
-    parser.add_argument("--flags-8b", default="")
-    parser.add_argument("--flags-0.6b", dest="flags_small", default=_SMALL["0.6b"])
+    parser.add_argument("--flags", default="", help='further server flags: --flags="--a --b"')
     parser.add_argument("--fallback", default="--disable-cudagraph", help="added for a second try to start; '' = none")
     args = parser.parse_args()
     known = {stage.name: stage for stage in STAGES}
@@ -247,9 +198,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no server is left behind
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    own = {"8b": args.flags_8b, "8b-long": f"{args.flags_8b} {_LONG_FLAGS}", "0.6b": args.flags_small}
-    flags = {model: f"{args.flags} {more}".strip() for model, more in own.items()}
-    suite = Suite(out, args.limit, flags, args.fallback)
+    suite = Suite(out, args.limit, args.flags, args.fallback)
     suite.run([known[name] for name in names])
     print("\n".join(table(suite.rows)[:100]), flush=True)
     raise SystemExit(any(row["status"] != "ok" for row in suite.rows))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_suite, startup
+from benchmarks import gpu_suite, serve_load, startup
+from benchmarks.gpu_stages import COMMON, DEFAULT, MODELS, STAGES, Model
 from benchmarks.load_events import Outcome
 from benchmarks.long_context import gaps_within, prefill_flops
+from inferserve.config import cli
 from inferserve.config.model_config import ModelConfig
 from tests.fakes.model_folder import CONFIG
 
@@ -59,6 +62,7 @@ def test_gaps_in_a_window() -> None:
 def test_suite_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that is killed, one that fails, a model whose server does not start, no time left: all are named."""
     load = "--clients 2 --requests 4 --input-len 16 --output-len 8"
+    monkeypatch.setitem(MODELS, "0.6b", Model("qwen3-0.6b", "--max-n 0"))
     stages = [
         gpu_suite.Stage("slow", "8b", "benchmarks.serve_load", "--clients 1 --requests 1 --output-len 8000", 2.0),
         gpu_suite.Stage("bad", "8b", "benchmarks.serve_load", f"{load} --model nobody", 20.0),
@@ -66,7 +70,7 @@ def test_suite_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.Monk
         gpu_suite.Stage("unserved", "0.6b", "benchmarks.serve_load", load, 20.0),
         gpu_suite.Stage("late", "", "benchmarks.floors", "", 20.0),
     ]
-    suite = gpu_suite.Suite(tmp_path, 60.0, {"8b": _FAKE, "0.6b": f"{_FAKE} --max-n 0"})
+    suite = gpu_suite.Suite(tmp_path, 60.0, _FAKE)
     suite.run(stages[:4])
     suite._end = 0.0
     suite.run(stages[4:])
@@ -86,7 +90,7 @@ def test_suite_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.Monk
 def test_suite_tries_a_start_once_more(tmp_path: Path) -> None:
     load = "--clients 2 --requests 2 --input-len 16 --output-len 8"
     stages = [gpu_suite.Stage("load", "8b", "benchmarks.serve_load", load, 20.0)]
-    suite = gpu_suite.Suite(tmp_path, 90.0, {"8b": "--engine fake --max-n 0"}, "--max-n 4")
+    suite = gpu_suite.Suite(tmp_path, 90.0, "--engine fake --max-n 0", "--max-n 4")
     suite.run(stages)
     assert [(row["name"], row["status"]) for row in suite.rows] == [
         ("8b-start", "FAILED"),
@@ -94,3 +98,15 @@ def test_suite_tries_a_start_once_more(tmp_path: Path) -> None:
         ("load", "ok"),
     ]
     assert suite.rows[1]["flags"].endswith("--max-n 4")
+
+
+def test_every_stage_has_a_server_and_flags_that_exist() -> None:
+    names = [stage.name for stage in STAGES]
+    assert len(set(names)) == len(names) and set(DEFAULT.split(",")) <= set(names)
+    shapes = {p.name for p in (Path(gpu_suite.__file__).parent / "shapes").iterdir()}
+    for stage in STAGES:
+        assert not stage.model or MODELS[stage.model].shape in shapes
+        if stage.module == "benchmarks.serve_load":
+            serve_load.plan_of(serve_load.parser().parse_args(shlex.split(stage.args)), "m")
+    for model in MODELS.values():
+        cli.parse(shlex.split(f"{COMMON} {model.flags}"))
