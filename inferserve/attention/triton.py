@@ -26,8 +26,6 @@ from inferserve.kv.pool import KvPool, KvShape
 _ROUNDS = 4
 """Most decode programs of a launch, in those that run at once: items beyond share them, and few are idle in a step that
 is smaller than its bucket."""
-_FEW_CHUNKS = 4
-"""A captured launch has programs for the tiles of so many chunks; in a step with more of them, tiles share programs."""
 _INTERPRETER_MULTIPROCESSORS = 8
 
 
@@ -96,19 +94,14 @@ class TritonAttention:
             assert batch.work_host is not None
             capacities = list(_capacities(batch.work_host))
         starts = accumulate((capacity.size for capacity in capacities), initial=0)
-        fewer = max(0, batch.bucket.chunks - _FEW_CHUNKS) if batch.bucket else 0
-        return TritonPlan(
-            batch,
-            tuple(
-                ListPlan(
-                    batch.work[start : start + capacity.size],
-                    capacity,
-                    self._space(i, capacity.items),
-                    max(1, capacity.tiles - fewer) * self._lists[i].shape.kv_heads,
-                )
-                for i, (start, capacity) in enumerate(zip(starts, capacities, strict=False))
-            ),
-        )
+        parts = zip(range(len(self._lists)), starts, capacities, strict=False)
+        return TritonPlan(batch, tuple(self._part(batch, *part) for part in parts))
+
+    def _part(self, batch: AttentionBatch, index: int, start: int, capacity: Capacity) -> ListPlan:
+        assert batch.work is not None
+        lists, work = self._lists[index], batch.work[start : start + capacity.size]
+        programs = lists.tile_programs(batch.bucket) if batch.bucket else capacity.tiles * lists.shape.kv_heads
+        return ListPlan(work, capacity, self._space(index, capacity.items), programs)
 
     def forward(self, spec: LayerSpec, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""

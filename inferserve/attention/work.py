@@ -28,6 +28,9 @@ MOST_FIXED = 16
 SHORT_CHUNK = 8
 """Chunks up to this many tokens attend as decode items, one a token: as tiles they would wait for one long context."""
 
+FEW_CHUNKS = 4
+"""Chunks of a captured step that each have programs for all their tiles."""
+
 _CUTS = range(1, 9)
 _WAVES = range(1, MOST_WAVES + 1)
 
@@ -76,9 +79,19 @@ class WorkLists:
 
     def capacity(self, bucket: Bucket) -> Capacity:
         """Enough for every step that fits `bucket`."""
-        chunk_rows = 0 if self.shape.deterministic else bucket.chunks * (SHORT_CHUNK - 1)
-        tiles = bucket.tokens * self.shape.group // self.shape.tile + bucket.chunks if bucket.chunks else 0
-        return Capacity(self._most_items(min(bucket.rows + chunk_rows, bucket.tokens)), tiles)
+        if not bucket.chunks:
+            return Capacity(self._most_items(min(bucket.rows, bucket.tokens)), 0)
+        tiles = bucket.tokens * self.shape.group // self.shape.tile
+        if self.shape.deterministic:
+            return Capacity(self._most_items(bucket.rows), tiles + bucket.chunks)
+        items = self._most_items(min(bucket.rows + bucket.chunks * (SHORT_CHUNK - 1), bucket.tokens))
+        return Capacity(items, tiles + min(bucket.chunks, bucket.tokens // (SHORT_CHUNK + 1)))
+
+    def tile_programs(self, bucket: Bucket) -> int:
+        """Programs to launch for the tiles of a captured step: all that a few chunks need. More chunks have more tiles,
+        which then share programs."""
+        tiles = bucket.tokens * self.shape.group // self.shape.tile + FEW_CHUNKS
+        return min(tiles, self.capacity(bucket).tiles) * self.shape.kv_heads
 
     def make(self, rows: HostRows, bucket: Bucket | None) -> Ints:
         """The list of a step, sized for `bucket`, or for the step if there is none."""
