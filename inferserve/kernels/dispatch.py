@@ -15,7 +15,6 @@ from inferserve.kernels import (
     logprobs,
     norm,
     penalties,
-    rotary,
     sampling_filter,
     step_inputs,
     step_outputs,
@@ -28,7 +27,6 @@ class Kernels:
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    apply_rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
     argmax: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -43,7 +41,6 @@ class Kernels:
 TRITON = Kernels(
     rms_norm=norm.rms_norm,
     fused_add_rms_norm=norm.fused_add_rms_norm,
-    apply_rotary=rotary.apply_rotary,
     silu_mul=activation.silu_mul,
     kv_write=kv_write.kv_write,
     argmax=argmax.argmax,
@@ -58,7 +55,6 @@ TRITON = Kernels(
 TORCH = Kernels(
     rms_norm=norm.rms_norm_ref,
     fused_add_rms_norm=norm.fused_add_rms_norm_ref,
-    apply_rotary=rotary.apply_rotary_ref,
     silu_mul=activation.silu_mul_ref,
     kv_write=kv_write.kv_write_ref,
     argmax=argmax.argmax_ref,
