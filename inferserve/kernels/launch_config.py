@@ -6,14 +6,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class RowConfig:
-    """Kernels that handle whole rows: `rows` of them in one program of `warps` warps."""
-
-    rows: int
-    warps: int
-
-
-@dataclass(frozen=True)
 class DecodeConfig:
     """Decode attention: KV tokens per tile, warps, pipeline depth, and numbers of partial results joined at a time."""
 
@@ -33,24 +25,9 @@ class PrefillConfig:
     stages: int
 
 
-@dataclass(frozen=True)
-class FilterConfig:
-    """Sampling filter: vocabulary entries per tile, warps."""
-
-    block: int
-    warps: int
-
-
 def next_power_of_2(n: int) -> int:
     """Smallest power of two >= n (n >= 1): tile sides of Triton tensors."""
     return 1 << (n - 1).bit_length()
-
-
-def row_config(width: int) -> RowConfig:
-    """For a row of `width` elements: about 4096 elements a program, one row at least."""
-    block = next_power_of_2(width)
-    rows = max(1, 1024 // block)
-    return RowConfig(rows, 4 if block * rows <= 4096 else 8)
 
 
 DECODE_PROGRAMS_PER_SM = 2
@@ -76,7 +53,3 @@ def prefill_config(head_dim: int, kv_size: int, q_size: int) -> PrefillConfig:
     if head_dim <= 64:
         return PrefillConfig(block_m=128, block_n=64, warps=4, stages=3)
     return PrefillConfig(block_m=128, block_n=128 if kv_size > 1 else 64, warps=8, stages=3)
-
-
-FILTER = FilterConfig(block=8192, warps=32)
-SILU_BLOCK = 1024

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from inferserve.attention.base import LayerSpec
+from inferserve.kernels.rope_write import Rotation
 from inferserve.kv.pool import KvShape
 from inferserve.layers.attention import Attention, AttentionShape
 from inferserve.layers.context import ForwardContext
@@ -13,7 +14,7 @@ from inferserve.layers.embedding import Embedding, Head
 from inferserve.layers.linear import Linear
 from inferserve.layers.mlp import GatedMlp
 from inferserve.layers.norm import RmsNorm
-from inferserve.layers.rotary import Rotary, Rotation
+from inferserve.layers.rotary import Rotary
 from inferserve.models.spec import DecoderSpec
 from inferserve.parallel.ranks import ALONE, Ranks
 
