@@ -28,7 +28,7 @@ from inferserve.errors import ConfigError
 from inferserve.kernels.dispatch import kernels_for
 from inferserve.kv.pool import KvPool
 from inferserve.log import event
-from inferserve.models.registry import family_of, load_model, read_model_config
+from inferserve.models.registry import family_of, load_model, quant_scheme, read_model_config
 from inferserve.models.spec import CapturableModel, CausalModel
 from inferserve.parallel.ranks import ALONE, Ranks
 from inferserve.protocol.sampling import SamplingParams
@@ -121,7 +121,8 @@ class TorchBackend:
         family = family_of(model_config, engine.model_backend)
         if family is None or engine.compile_workers < 2 or engine.attention_backend != "triton":
             return None
-        spec, length = family.spec(model_config).share(ranks.size), self._config.model.max_req_total_len
+        length, quant = self._config.model.max_req_total_len, quant_scheme(self._config, model_config)
+        spec = replace(family.spec(model_config), quant=quant).share(ranks.size)
         launches = ModelLaunches(spec, dtype, self._stored, self._max_rows, length, engine.deterministic)
         first = ranks.rank * engine.compile_workers
         shares = range(first, first + engine.compile_workers)
