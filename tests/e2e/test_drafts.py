@@ -21,7 +21,9 @@ GUESSED: Body = {**PLAIN, "temperature": 0}
 @pytest.fixture(scope="module", params=["0", "1"], ids=["depth0", "depth1"])
 def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     flags = ("--spec-mode", "ngram", "--spec-tokens", "4", "--fake-period", "6", "--pipeline-depth", request.param)
+    flags = (*flags, "--target-step-ms", "20")
     with RunningServer("--engine", "fake", "--fake-step-ms", "1", "--debug-checks", *flags) as started:
+        assert "steps timed" in started.log()
         yield started
 
 
