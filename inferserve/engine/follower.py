@@ -57,12 +57,14 @@ class Follower:
     Args:
         worker: over `backend` and a slot table of its own.
         slots: that table, as http writes it.
+        debug_checks: audit the worker when it is idle.
     """
 
-    def __init__(self, worker: Worker, backend: RefusingBackend, slots: SlotView) -> None:
+    def __init__(self, worker: Worker, backend: RefusingBackend, slots: SlotView, debug_checks: bool = False) -> None:
         self._worker = worker
         self._backend = backend
         self._slots = slots
+        self._debug_checks = debug_checks
         self._fixed = worker.budget()
         self._commands: deque[Commands] = deque()
         self._headers: deque[StepHeader] = deque()
@@ -98,6 +100,8 @@ class Follower:
         prompts = None if header.prefill_budget < 0 else header.prefill_budget
         budget = replace(self._fixed, prompts=prompts, drafts=header.draft_budget)
         self._worker.run(self._worker.plan(budget))
+        if self._debug_checks and not self._worker.busy:
+            self._worker.check()
 
     def _write(self, admitted: Admitted) -> None:
         slots, index = self._slots, admitted.index

@@ -88,7 +88,8 @@ def _follow(child: Child, backend: EngineBackend) -> None:
     calibrated(config, refusing, facts.kv_tokens)
     worker = Worker(config, table.view(Writer.ENGINE), refusing, facts.kv_tokens)
     child.ready(kv_tokens=facts.kv_tokens, **facts.about)
-    follow(Follower(worker, refusing, table.view(Writer.HTTP)), Waiter(child, inbox))
+    follower = Follower(worker, refusing, table.view(Writer.HTTP), config.engine.debug_checks)
+    follow(follower, Waiter(child, inbox))
 
 
 def turns_alone(worker: Worker) -> Turn:

@@ -171,6 +171,25 @@ def test_a_killed_follower_ends_the_service(server: RunningServer) -> None:
     assert not list(Path(server.env["INFERSERVE_RUN_DIR"]).iterdir())
 
 
+def test_ranks_of_the_fake_engine_stay_in_step(tmp_path: Path) -> None:
+    """More rows than the pool holds, as in `test_preemptions_are_counted`; the ranks' states are compared every turn."""
+    flags = ("--engine", "fake", "--tp", "3", "--debug-checks", "--fake-kv-tokens", "600", "--router-token-ratio", "1")
+    flags = (*flags, "--max-req-total-len", "512", "--disable-dynamic-prompt-cache", "--fake-step-ms", "3")
+    with RunningServer(*flags, env={"INFERSERVE_RUN_DIR": str(tmp_path / "r")}) as server:
+        post(server, COMPLETIONS, {"prompt": ["Go on"] * 64, "max_tokens": 300, "stop": list("aeio")})
+        bodies = [{"prompt": "Go on", "max_tokens": 300, "seed": i} for i in range(8)]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = list(pool.map(lambda body: post(server, COMPLETIONS, body), bodies))
+        assert all(answer.status_code == 200 for answer in answers)
+        server.wait_until_idle(10)
+        assert server.metric("num_preemptions_total") > 0
+        ranks = engines(server)
+        assert set(ranks) == {"engine-0", "engine-1", "engine-2"}
+        ranks["engine-0"].send_signal(signal.SIGKILL)
+        assert server.process.wait(20) == 70
+        assert "engine-0 died: killed by SIGKILL; the service ends" in server.lines[-1]
+
+
 def test_a_replicated_kv_head_and_a_tied_head(tmp_path: Path) -> None:
     truth = make(tmp_path / "m", num_key_value_heads=1, tie_word_embeddings=True)
     with serve(truth, tmp_path / "r", "--max-total-token-num", "1024") as server:
