@@ -7,7 +7,6 @@ from torch import nn
 
 from inferserve.attention.base import LayerSpec
 from inferserve.kernels.rope_write import Rotation
-from inferserve.kernels.rope_write import Rotation
 from inferserve.kv.pool import KvShape
 from inferserve.layers.attention import Attention, AttentionShape
 from inferserve.layers.context import ForwardContext
