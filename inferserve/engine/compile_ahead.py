@@ -67,7 +67,8 @@ class ModelLaunches:
         pool = KvPool(model.kv_shapes, _PLACES, self.dtype, _META, self.stored)
         attention = TritonAttention(pool, self.deterministic)
         parts = Parts(model, attention, kernels, DeviceRows.make(self.rows, self.length, _META), pool.spare)
-        for bucket in buckets or (Bucket(64, self.rows, self.rows), Bucket(1, 1, 0)):
+        sizes = (32, 64, 128, 256, 512) if self.spec.quant else (64,)  # products in fp8 differ by size
+        for bucket in buckets or (*(Bucket(n, self.rows, self.rows) for n in sizes), Bucket(1, 1, 0)):
             work = attention.work_size(bucket)
             upload = Upload(size(bucket, work), _META)
             record(parts, StaticInputs(bucket, work, upload, parts.rows, pool.spare), EagerRecorder())

@@ -91,7 +91,7 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device, r
             device,
             max_len=config.model.max_req_total_len,
             drawn=drawn,
-            quant=_quant(config, model_config, drawn=drawn),
+            quant=quant_scheme(config, model_config),
             ranks=ranks,
             ordered=config.engine.deterministic,
         )
@@ -116,9 +116,9 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device, r
     )
 
 
-def _quant(config: ServerConfig, model_config: ModelConfig, *, drawn: bool) -> Fp8Scheme | None:
+def quant_scheme(config: ServerConfig, model_config: ModelConfig) -> Fp8Scheme | None:
     """As the checkpoint is stored, else as the flag says. Drawn weights are floats in any case."""
-    stored = model_config.quantization
+    stored, drawn = model_config.quantization, config.model.load_format == "dummy"
     if config.engine.deterministic and (stored is not None or config.model.quant_type != "none"):
         raise ConfigError("--deterministic: products with fp8 weights depend on the number of rows; use float weights")
     kind = stored.quant_type if stored else config.model.quant_type
