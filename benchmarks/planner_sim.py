@@ -2,10 +2,11 @@
 
     python -m benchmarks.planner_sim [--out benchmarks/results/planner_sim.json]
 
-Each client sends its next request (fixed lengths) when the last one is answered. A step takes what the issue's table
-says for Llama-3.1-8B: matrix products by tokens, KV read at the copy rate, attention at 400 TFLOP/s, 0.3 ms on top. The
+Each client sends its next request (fixed lengths) when the last one is answered. A step takes what was measured on an
+H200 for Llama-3.1-8B: matrix products by tokens, KV read at the copy rate, attention at 400 TFLOP/s, 0.3 ms on top. The
 planner sees it only through a cost model fitted to the steps that calibration times. Also one prompt of 128k tokens
-before 16 such clients, and beside 32 sequences that decode. Waits at sockets, the router and the depth of the pipeline are not simulated.
+before 16 such clients, and beside 32 sequences that decode; and 256 requests of random lengths at once. Waits at
+sockets, the router and the depth of the pipeline are not simulated.
 """
 
 from __future__ import annotations
@@ -176,6 +177,18 @@ def closed_loop(policy: Policy, clients: int, waves: int, prompt: int, output: i
     return {"output_tok_s": round(rate), **simulation.times.summary()}
 
 
+def offline(policy: Policy, requests: int) -> dict[str, float]:
+    """All at once, 100 to 1024 tokens in and out at random."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(100, 1025, (requests, 2))
+    simulation = Simulation(policy, requests, int(lengths.sum(axis=1).max()))
+    for row, (prompt, output) in enumerate(lengths.tolist()):
+        simulation.send(row, prompt, output)
+    while (simulation.rows.state != FREE).any():
+        simulation.step()
+    return {"output_tok_s": round(int(lengths[:, 1].sum()) / simulation.now * 1e3), **simulation.times.summary()}
+
+
 def long_prompt(policy: Policy, decodes: int, prompt: int) -> dict[str, float]:
     """One long prompt beside sequences that decode at a context of 1k."""
     simulation = Simulation(policy, decodes + 1, 2 * prompt)
@@ -212,6 +225,8 @@ def main() -> None:
             figures = closed_loop(policy, clients, args.waves, 1024, 256)
             runs.append({"policy": policy.name, "clients": clients, **figures})
             print(json.dumps(runs[-1]), file=sys.stderr)
+        runs.append({"policy": policy.name, "offline": 256, **offline(policy, 256)})
+        print(json.dumps(runs[-1]), file=sys.stderr)
         figures = closed_loop(policy, 16, args.waves, 1024, 256, long=LONG)
         runs.append({"policy": policy.name, "clients": 16, "behind_prompt": LONG, **figures})
         print(json.dumps(runs[-1]), file=sys.stderr)
