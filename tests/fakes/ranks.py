@@ -178,7 +178,7 @@ def side_by_side(size: int, work: Callable[[Ranks], T]) -> list[T]:
 
 
 class SeatedRank(ThreadRanks):
-    """A rank that nobody answers: for loading, which needs nobody."""
+    """A rank that nobody answers: for loading floats, which needs nobody."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size, _Meeting(1))

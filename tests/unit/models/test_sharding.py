@@ -16,7 +16,8 @@ from inferserve.models import weights as weights_module
 from inferserve.models.decoder import Decoder
 from inferserve.models.registry import FAMILIES, load_decoder
 from inferserve.models.sharding import Cut, share_of
-from tests.fakes.ranks import SeatedRank
+from inferserve.parallel.ranks import Ranks
+from tests.fakes.ranks import SeatedRank, side_by_side
 from tests.unit.models.test_gguf_weights import write
 from tests.unit.models.test_model_weights import CONFIG, save, tensors
 
@@ -210,18 +211,15 @@ def test_quantised_at_load(tmp_path: Path, blocks: bool) -> None:
     whole = tensors()
     save_file(whole, tmp_path / "model.safetensors")
     config = ModelConfig.from_json(CONFIG)
-    for rank in range(2):
-        model = load_decoder(
-            FAMILIES["llama"],
-            config,
-            tmp_path,
-            "",
-            torch.float32,
-            torch.device("cpu"),
-            max_len=32,
-            quant=Fp8Scheme(blocks),
-            ranks=SeatedRank(rank, 2),
+
+    def loaded(ranks: Ranks) -> Decoder:
+        """Both at once: the biases that take rounding errors back come of a forward of all ranks."""
+        cpu, quant = torch.device("cpu"), Fp8Scheme(blocks)
+        return load_decoder(
+            FAMILIES["llama"], config, tmp_path, "", torch.float32, cpu, max_len=32, quant=quant, ranks=ranks
         )
+
+    for rank, model in enumerate(side_by_side(2, loaded)):
         down = model.layers[1].mlp.down.quantised
         wanted = whole[f"{LAYER}mlp.down_proj.weight"].chunk(2, 1)[rank]
         assert down is not None and down.values.shape == wanted.shape
