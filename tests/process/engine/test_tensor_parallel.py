@@ -16,8 +16,11 @@ import psutil
 import pytest
 import torch
 import transformers
+import zmq
 
 from inferserve.config.made_tokenizer import made_tokenizer
+from inferserve.protocol.messages import Commands, EngineMessage
+from inferserve.transport.channel import Outbox
 from tests.e2e.requests import COMPLETIONS, post
 from tests.e2e.server import RunningServer
 from tests.pace import slowness
@@ -102,10 +105,10 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 
 @pytest.fixture(scope="module")
 def server(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A pool for two or three sequences, and an admission that lets many more in."""
+    """A pool for two or three sequences, an admission that lets many more in, and guessed tokens."""
     pool = ("--max-total-token-num", "200", "--max-req-total-len", "180", "--router-token-ratio", "1")
     steps = ("--chunked-prefill-size", "16", "--batch-max-tokens", "40")
-    with serve(truth, tmp_path_factory.mktemp("r"), *pool, *steps) as running:
+    with serve(truth, tmp_path_factory.mktemp("r"), *pool, *steps, "--spec-mode", "ngram") as running:
         yield running
 
 
@@ -183,11 +186,20 @@ def test_ranks_of_the_fake_engine_stay_in_step(tmp_path: Path) -> None:
         assert all(answer.status_code == 200 for answer in answers)
         server.wait_until_idle(10)
         assert server.metric("num_preemptions_total") > 0
-        ranks = engines(server)
-        assert set(ranks) == {"engine-0", "engine-1", "engine-2"}
-        ranks["engine-0"].send_signal(signal.SIGKILL)
+        assert set(engines(server)) == {"engine-0", "engine-1", "engine-2"}
+        _mislead(server, "engine-2")
+        assert post(server, COMPLETIONS, bodies[0]).status_code != 200
         assert server.process.wait(20) == 70
-        assert "engine-0 died: killed by SIGKILL; the service ends" in server.lines[-1]
+        assert "engine-2: EngineError: the engine ranks have parted before turn" in server.lines[-1]
+
+
+def _mislead(server: RunningServer, rank: str) -> None:
+    """Send one rank a command that the others do not get."""
+    (path,) = Path(server.env["INFERSERVE_RUN_DIR"]).glob(f"boot-*/{rank}.sock")
+    with zmq.Context() as context:
+        outbox: Outbox[EngineMessage] = Outbox(context, EngineMessage, f"ipc://{path}")
+        outbox.send(Commands(10**6))
+        outbox.close()
 
 
 def test_a_replicated_kv_head_and_a_tied_head(tmp_path: Path) -> None:
