@@ -73,6 +73,8 @@ def _small(model: str, one: float, many: float, most: float) -> tuple[Stage, ...
 STAGES = (
     Stage("floors", "", "benchmarks.floors", "", 40),
     Stage("startup", "", "benchmarks.startup", "", 180),
+    Stage("logits", "", "benchmarks.logits", "", 120),
+    Stage("logits-deterministic", "", "benchmarks.logits", "--deterministic", 120),
     *_large("8b", 232, 5400, 6500),
     Stage("8b-offline", "8b", "benchmarks.offline", "", 40, 10300),
     _load("8b-16", f"{_LONG} --clients 16 --requests 96 --duration 20", 30, 2750),

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import gpu_suite, serve_load, startup
+from benchmarks import gpu_suite, logits, serve_load, startup
 from benchmarks.gpu_stages import COMMON, DEFAULT, MODELS, STAGES, Model
 from benchmarks.load_events import Outcome
 from benchmarks.long_context import gaps_within, prefill_flops
@@ -110,3 +111,27 @@ def test_every_stage_has_a_server_and_flags_that_exist() -> None:
             serve_load.plan_of(serve_load.parser().parse_args(shlex.split(stage.args)), "m")
     for model in MODELS.values():
         cli.parse(shlex.split(f"{COMMON} {model.flags}"))
+
+
+def test_logits_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 64, "intermediate_size": 128}))
+    out = tmp_path / "logits.json"
+    flags = ("--rows", "6", "--tail", "8", "--length", "40", "--out", str(out))
+    done = _run("logits", "--shape", str(tmp_path), "--flags=--device cpu --data-type bfloat16", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())["figures"]
+    assert list(figures["ways"]) == ["eager, chunk", "eager, alone", "eager, among 5", "eager, beside a chunk"]
+    assert all(way["over_transformers"] <= 1.15 for way in figures["ways"].values())
+    assert 0 < figures["transformers_error"] < 0.05
+
+
+def test_logits_that_are_wrong_are_named() -> None:
+    exact = torch.randn(6, 50)
+    rounded = exact + 0.001 * torch.randn(6, 50)
+    wrong = exact.roll(1, -1)
+    figures = logits.compare(exact, rounded, {"good": exact + 0.0005, "bad": wrong})
+    said = logits.problems(figures, 1.15, deterministic=True)
+    assert any(line.startswith("bad: error") for line in said)
+    assert any("clear choices differ" in line for line in said) and "bad: not equal to the bit" in said
+    assert not any(line.startswith("good") for line in said)
+    assert logits.problems(logits.compare(exact, rounded, {"nan": exact * torch.nan}), 1.15, deterministic=False)
