@@ -126,9 +126,10 @@ def _fits(step: MadeUp, extent: Extent, places: int) -> bool:
 
 
 def calibrated(config: ServerConfig, backend: EngineBackend, places: int) -> CostModel | None:
-    """The cost model for a backend that has just started; None where no flag asks for times.
+    """The cost model for a backend that has just started; None where no flag asks for times, or a step fails.
 
-    Every rank calls this: their steps are one step. Only one that is alone may let the clock decide what it runs.
+    Every rank calls this: their steps are one step. Only one that is alone may let the clock decide what it runs, and
+    go on after a failure.
 
     Args:
         places: KV tokens of the pool; what is in it is lost.
@@ -137,8 +138,14 @@ def calibrated(config: ServerConfig, backend: EngineBackend, places: int) -> Cos
     if not schedule.target_step_ms and not schedule.target_step_ratio:
         return None
     extent = largest(config, schedule.running_max_req_size)
-    limit_s = LIMIT_S if config.parallel.tp == 1 else math.inf
-    return calibrate(backend, made_up_steps(extent, places), time.monotonic_ns, limit_s)
+    steps = made_up_steps(extent, places)
+    if config.parallel.tp > 1:
+        return calibrate(backend, steps, time.monotonic_ns, math.inf)
+    try:
+        return calibrate(backend, steps, time.monotonic_ns)
+    except Exception:
+        log.exception("steps cannot be timed; they will be as large as --batch-max-tokens allows")
+        return None
 
 
 def calibrate(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
-from inferserve.engine.calibration import MadeUp, calibrate, made_up_steps
+from inferserve.engine.calibration import MadeUp, calibrate, calibrated, made_up_steps
 from inferserve.engine.cost_model import StepCost, chunk_pairs
 from inferserve.engine.pacing import cost_of
 from inferserve.engine.step import BackendFacts, Ints, StepBatch, StepResult
 from inferserve.engine.warmup import Extent
 from inferserve.protocol.sampling import SamplingParams
+from tests.fakes.engine import engine_config
 from tests.unit.engine.test_cost_model import h200
 
 EXTENT = Extent(rows=256, length=16384, tokens=8448, chunk=4096)
@@ -117,3 +118,18 @@ def test_steps_are_possible_ones(extent: Extent, pool: int) -> None:
         )
         assert cost_of(batch, batch.num_decode) == step.cost
     assert MadeUp(1, min(1024, extent.length)) in steps
+
+
+def test_a_failing_step_means_no_model(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    config = engine_config(rows=8, max_len=512, chunk=256, batch=512)
+    device = Device()
+    assert calibrated(config, device, POOL) is None and not device.batches, "no flag asks for times"
+    asking = replace(config, schedule=replace(config.schedule, target_step_ms=5.0))
+    assert calibrated(asking, device, POOL) is not None
+
+    def fail(batch: StepBatch) -> Running:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(device, "launch", fail)
+    assert calibrated(asking, device, POOL) is None
+    assert "cannot be timed" in caplog.text
