@@ -135,7 +135,7 @@ def calibrated(config: ServerConfig, backend: EngineBackend, places: int) -> Cos
         places: KV tokens of the pool; what is in it is lost.
     """
     schedule = config.schedule
-    if not schedule.target_step_ms and not schedule.target_step_ratio:
+    if schedule.target_step_ms <= 0 and schedule.target_step_ratio <= 0:
         return None
     extent = largest(config, schedule.running_max_req_size)
     steps = made_up_steps(extent, places)
