@@ -67,14 +67,15 @@ class Follower:
         self._debug_checks = debug_checks
         self._fixed = worker.budget()
         self._commands: deque[Commands] = deque()
-        self._headers: deque[StepHeader] = deque()
+        self._told: deque[Admitted | StepHeader] = deque()
         self._heard_upto = -1
         self._turn = 0
 
     @property
     def waits_for(self) -> int | None:
         """Number of a command that the next turn needs and that has not come, None if there is none."""
-        return self._headers[0].commands_upto if self._headers else None
+        first = self._told[0] if self._told else None
+        return first.commands_upto if isinstance(first, StepHeader) else None
 
     def hear(self, message: EngineMessage) -> None:
         """Take in one message and make the turns that are possible now. Raises EngineError when ranks have parted."""
@@ -82,9 +83,16 @@ class Follower:
             self._commands.append(message)
             self._heard_upto = message.seq
         else:
-            self._headers.append(message)
-        while self._headers and self._headers[0].commands_upto <= self._heard_upto:
-            self._repeat(self._headers.popleft())
+            self._told.append(message)
+        while self._told:
+            match self._told[0]:
+                case Admitted() as admitted:
+                    self._write(admitted)
+                case StepHeader() as header:
+                    if header.commands_upto > self._heard_upto:
+                        return
+                    self._repeat(header)
+            self._told.popleft()
 
     def _repeat(self, header: StepHeader) -> None:
         self._turn += 1
@@ -92,8 +100,6 @@ class Follower:
             raise EngineError(f"turn {header.turn} of the leading rank came after {self._turn - 1}")
         if header.digest and header.digest != digest(self._worker):
             raise EngineError(f"the engine ranks have parted before turn {header.turn}: their KV ledgers differ")
-        for admitted in header.admitted:
-            self._write(admitted)
         while self._commands and self._commands[0].seq <= header.commands_upto:
             self._worker.apply(self._commands.popleft())
         self._backend.refused = header.refused

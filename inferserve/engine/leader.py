@@ -84,7 +84,8 @@ class Leader:
         """Apply `commands`, plan, tell the followers, run."""
         self._turn += 1
         state = digest(self._worker) if self._turn % self._digest_every == 0 else b""
-        admitted = [read for c in commands for read in self._apply(c)]
+        for each in commands:
+            self._apply(each)
         budget = self._worker.budget()
         plan = self._worker.plan(budget)
         header = StepHeader(
@@ -92,21 +93,24 @@ class Leader:
             commands_upto=self._commands_upto,
             prefill_budget=-1 if budget.prompts is None else budget.prompts,
             draft_budget=budget.drafts,
-            admitted=tuple(admitted),
             refused=self._backend.take_refused(),
             digest=state,
         )
-        frame = self._codec.encode(header)
-        for follower in self._followers:
-            follower.send_frame(frame)
+        self._tell(header)
         return self._worker.run(plan)
 
-    def _apply(self, commands: Commands) -> list[Admitted]:
-        """What was read of the slots that got a row. Read first: the commands may also end them, and free their slots."""
+    def _apply(self, commands: Commands) -> None:
+        """Carry out and tell what was read of the slots that got a row. The commands may also end them, so read first."""
         read = {admit: self._read(admit) for admit in commands.admit if 0 <= admit.index < len(self._slots.generation)}
         taken = self._worker.apply(commands)
         self._commands_upto = commands.seq
-        return [read[admit] for admit in taken]
+        for admit in taken:
+            self._tell(read[admit])
+
+    def _tell(self, message: Admitted | StepHeader) -> None:
+        frame = self._codec.encode(message)
+        for follower in self._followers:
+            follower.send_frame(frame)
 
     def _read(self, admit: Admit) -> Admitted:
         slots, index = self._slots, admit.index

@@ -157,10 +157,11 @@ class Commands(msgspec.Struct, frozen=True, tag="commands"):
     stop: tuple[SlotRef, ...] = ()
 
 
-class Admitted(msgspec.Struct, frozen=True, array_like=True):
-    """A slot for which the leader has taken a row, with what it read there: raw `params` and `prompt` (int32).
+class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """engine leader → every other rank: it takes a row for this slot in the turn whose header comes next.
 
-    Followers must not read the slot themselves: when they get to it, it may already be somebody else's.
+    With what it read there, raw `params` and `prompt` (int32): followers must not read the slot themselves, since when they get
+    to it, it may already be somebody else's. A message for each, because together they may be very long.
     """
 
     index: int
@@ -181,12 +182,11 @@ class StepHeader(msgspec.Struct, frozen=True, tag="header"):
     commands_upto: int
     prefill_budget: int = -1
     draft_budget: int = 0
-    admitted: tuple[Admitted, ...] = ()
     refused: tuple[int, ...] = ()
     digest: bytes = b""
 
 
-EngineMessage = Commands | StepHeader
+EngineMessage = Commands | Admitted | StepHeader
 
 
 # --------------------------------------------------------------------------------------------- to the detokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferserve.engine.leader import digest
+from inferserve.engine.planner import Budget
 from inferserve.errors import EngineError
-from inferserve.protocol.messages import Admit, Commands, Finish, SlotRef, StepHeader
+from inferserve.protocol.messages import Admit, Admitted, Commands, Finish, SlotRef, StepHeader
 from inferserve.shm.layout import Writer
 from tests.fakes.engine import EOS, engine_config
 from tests.fakes.ranks import UNLUCKY, TwoRanks
@@ -156,6 +158,8 @@ def test_a_header_waits_for_the_commands_it_names() -> None:
     world.chance.random = lambda: 1.0  # type: ignore[method-assign]
     world.turn(admit(world.fill(0, [1, 2, 3], max_tokens=3, seed=1)))
     world.follower.hear(world.link.queue.popleft())
+    assert world.follower.waits_for is None
+    world.follower.hear(world.link.queue.popleft())
     assert world.follower.waits_for == 0
     assert not world.following.busy
     world.follower.hear(world.from_router.popleft())
@@ -177,8 +181,13 @@ def test_headers_survive_the_wire() -> None:
     world = world_of(6)
     world.chance.random = lambda: 1.0  # type: ignore[method-assign]
     world.turn(admit(world.fill(0, [1, 2, 3, EOS], max_tokens=3, seed=1)))
-    (header,) = world.link.queue
-    assert isinstance(header, StepHeader)
-    (admitted,) = header.admitted
+    admitted, header = world.link.queue
+    assert isinstance(header, StepHeader) and isinstance(admitted, Admitted)
     assert np.frombuffer(admitted.prompt, dtype=np.int32).tolist() == [1, 2, 3, EOS]
     assert (admitted.index, admitted.generation, header.turn, header.commands_upto) == (0, 1, 1, 0)
+
+
+def test_a_budget_holds_nothing_that_followers_are_not_told() -> None:
+    """Whatever else changes from step to step by the leader's clock has to travel in the `StepHeader`."""
+    told, fixed = {"prompts", "drafts"}, {"tokens", "chunk", "whole_prompts"}
+    assert {field.name for field in fields(Budget)} == told | fixed
