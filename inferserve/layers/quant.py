@@ -20,6 +20,8 @@ from inferserve.kernels.fp8_quant import GROUP, LARGEST, SMALLEST, fp8_dequant_r
 from inferserve.layers.packed import Matmul, counters, packed, plain
 
 FP8 = torch.float8_e4m3fn
+LIBRARY_FROM = QUANTISED_INSIDE + 1
+"""Tokens from which cuBLAS multiplies, where scales are for channels; by `benchmarks/quant_gpu.py`."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,10 @@ def on_gpu(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
     library = not blocks and _library_multiplies(values, scales, bias)
 
     def matmul(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] <= QUANTISED_INSIDE:
+        if len(x) <= QUANTISED_INSIDE:
             return fp8_matmul(x, None, values, w_scale, bias, spare, x.dtype)
         q, q_scale = fp8_quant(x, GROUP if blocks else 0)
-        if library and x.dtype == torch.bfloat16:
+        if library and len(x) >= LIBRARY_FROM and x.dtype == torch.bfloat16:
             return _scaled(q, q_scale, values, scales, bias)
         return fp8_matmul(q, q_scale, values, w_scale, bias, spare, x.dtype)
 
