@@ -167,7 +167,7 @@ def load(
             continue
         if view.shape != tensor.shape:
             raise ConfigError(f"tensor {name} is {tuple(tensor.shape)}, config.json says {tuple(view.shape)}")
-        if (view.dtype == FP8) != (tensor.dtype.itemsize == 1):
+        if tensor.dtype != view.dtype and (view.dtype == FP8 or tensor.dtype.itemsize == 1):
             raise ConfigError(f"tensor {name} is {tensor.dtype}, which is not what quantization_config describes")
         view.copy_(upload(tensor) if upload else tensor)
         progress.add(view.nbytes)

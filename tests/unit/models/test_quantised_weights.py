@@ -166,6 +166,11 @@ def bytes_norm(checkpoint: dict[str, torch.Tensor]) -> None:
     checkpoint["model.norm.weight"] = checkpoint["model.norm.weight"].to(FP8)
 
 
+def other_bytes(checkpoint: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    checkpoint[name] = checkpoint[name].float().to(torch.float8_e5m2)
+
+
 def wrong_blocks(checkpoint: dict[str, torch.Tensor]) -> None:
     checkpoint["model.layers.0.mlp.down_proj.weight_scale_inv"] = torch.ones(1, 2)
 
@@ -176,6 +181,7 @@ def wrong_blocks(checkpoint: dict[str, torch.Tensor]) -> None:
         (drop, r"lacks tensors: layers\.1\.self_attn\.k_proj\.weight_scale_inv"),
         (add, r"no place for: lm_head\.weight_scale_inv"),
         (float_weight, r"layers\.0\.mlp\.up_proj\.weight is torch\.float32"),
+        (other_bytes, r"layers\.0\.mlp\.up_proj\.weight is torch\.float8_e5m2"),
         (bytes_norm, r"norm\.weight is torch\.float8_e4m3fn"),
         (wrong_blocks, r"down_proj\.weight_scale_inv is \(1, 2\), config\.json says \(2, 2\)"),
     ],
