@@ -163,6 +163,8 @@ def check_tp(config: ServerConfig, model: ModelConfig) -> list[str]:
         )
     if tp > 1 and config.engine.model_backend == "transformers":
         problems.append(f"--tp {tp} contradicts --model-backend transformers, which holds a model in one process")
+    if config.parallel.all_reduce == "symmetric" and config.engine.device == "cpu":
+        problems.append("--all-reduce symmetric contradicts --device cpu: it is for GPUs that read each other's memory")
     if tp > 2 and config.engine.deterministic:
         problems.append(
             f"--deterministic with --tp {tp}: the order in which more than two shares are added up may vary"

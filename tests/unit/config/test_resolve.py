@@ -123,6 +123,7 @@ def test_deterministic_needs_parts_that_are(tmp_path: Path, monkeypatch: pytest.
         ("--tp 2", {"intermediate_size": 33}, ["--tp 2: does not divide intermediate_size 33"]),
         ("--tp 2 --model-backend transformers", {}, ["--tp 2 contradicts --model-backend transformers"]),
         ("--tp 4 --deterministic", {}, ["--deterministic with --tp 4"]),
+        ("--tp 2 --all-reduce symmetric", {}, ["--all-reduce symmetric contradicts --device cpu"]),
     ],
 )
 def test_ranks_must_divide_the_model(tmp_path: Path, flags: str, config: dict[str, int], said: list[str]) -> None:
