@@ -164,22 +164,23 @@ def _decode_kernel(
             if LARGEST and query.dtype == tl.bfloat16:
                 query = query.to(tl.float16)
             best = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
-            total = tl.zeros((GROUP_BLOCK,), tl.float32)
+            sums = tl.zeros((GROUP_BLOCK, BLOCK_N), tl.float32)
             acc = tl.zeros((GROUP_BLOCK, DV_BLOCK), tl.float32)
             # The places of a tile are there one tile before its keys are asked for.
             tokens = tokens_at(pages, begin, end, BLOCK_N)
             for at in range(begin, whole, BLOCK_N):
                 following = tokens_at(pages, at + BLOCK_N, end, BLOCK_N)
-                best, total, acc = attend_tile(
-                    query, best, total, acc, k_pool, v_pool, k_scale, v_scale, tokens, at, end, head, kv_head,
-                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, ALL_SEEN,
+                best, sums, acc = attend_tile(
+                    query, best, sums, acc, k_pool, v_pool, k_scale, v_scale, tokens, at, end, head, kv_head,
+                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, ALL_SEEN, True,
                 )  # fmt: skip
                 tokens = following
             for at in tl.range(whole, end, BLOCK_N, num_stages=1):
-                best, total, acc = attend_tile(
-                    query, best, total, acc, k_pool, v_pool, k_scale, v_scale, tokens, at, end, head, kv_head,
-                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, UP_TO_END,
+                best, sums, acc = attend_tile(
+                    query, best, sums, acc, k_pool, v_pool, k_scale, v_scale, tokens, at, end, head, kv_head,
+                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, UP_TO_END, True,
                 )  # fmt: skip
+            total = tl.sum(sums, axis=1)
             acc = acc / total[:, None]
             if LARGEST:
                 acc = acc * (1.0 / LARGEST)

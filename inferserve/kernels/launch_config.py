@@ -49,7 +49,7 @@ def prefill_config(head_dim: int, kv_size: int, q_size: int) -> PrefillConfig:
     if q_size > 2:
         return PrefillConfig(block_m=32, block_n=16, warps=8, stages=2)
     if head_dim > 128:
-        return PrefillConfig(block_m=64, block_n=32, warps=4, stages=2)
-    if head_dim <= 64:
-        return PrefillConfig(block_m=128, block_n=64, warps=4, stages=3)
-    return PrefillConfig(block_m=128, block_n=128 if kv_size > 1 else 64, warps=8, stages=3)
+        return PrefillConfig(block_m=128, block_n=32, warps=8, stages=2)
+    if head_dim <= 64 or kv_size == 1:
+        return PrefillConfig(block_m=128, block_n=64, warps=8, stages=3)
+    return PrefillConfig(block_m=128, block_n=128, warps=8, stages=2)

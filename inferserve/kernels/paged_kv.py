@@ -142,11 +142,13 @@ def attend_tile(
     SOFTCAP: tl.constexpr,
     WINDOWED: tl.constexpr,
     SEEN: tl.constexpr,
+    SUM_LATER: tl.constexpr,
 ) -> tl.tensor:
     """One step of the online softmax, in powers of two, over the keys at positions [at, at + BLOCK_N) of a row, whose
     places in the pool are `token` [BLOCK_N].
 
-    `acc` holds LARGEST times the sum in 8-bit pools: weight x largest |value| of the head stays in float16's range.
+    `total` are the sums of weights by query, or with SUM_LATER by query and place in the tile: few queries are spread over
+    all warps, which would have to wait for each other. `acc` holds LARGEST times the sum in 8-bit pools: weight x largest |value| of the head stays in float16's range.
     """
     n = at + tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_BLOCK)
@@ -198,7 +200,10 @@ def attend_tile(
     else:
         weight = tl.exp2(score * factor - anchor[:, None])
     decay = tl.exp2(best - anchor)
-    total = total * decay + tl.sum(weight, axis=1)
+    if SUM_LATER:
+        total = total * decay[:, None] + weight
+    else:
+        total = total * decay + tl.sum(weight, axis=1)
     if LARGEST:
         weight = weight * (of_value * LARGEST)[None, :]
     acc = acc * decay[:, None]

@@ -101,7 +101,7 @@ def _prefill_kernel(
                 following = tokens_at(pages, at + BLOCK_N, length, BLOCK_N)
                 best, total, acc = attend_tile(
                     query, best, total, acc, k_pool, v_pool, k_scale, v_scale, tokens, at, length, position, kv_head,
-                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, CAUSAL,
+                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, CAUSAL, False,
                 )  # fmt: skip
                 tokens = following
         if inner < diagonal:
@@ -110,7 +110,7 @@ def _prefill_kernel(
                 following = tokens_at(pages, at + BLOCK_N, length, BLOCK_N)
                 best, total, acc = attend_tile(
                     query, best, total, acc, k_pool, v_pool, k_scale, v_scale, tokens, at, length, position, kv_head,
-                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, ALL_SEEN,
+                    factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, ALL_SEEN, False,
                 )  # fmt: skip
                 tokens = following
         tokens = tokens_at(pages, diagonal, length, BLOCK_N)
@@ -118,7 +118,7 @@ def _prefill_kernel(
             following = tokens_at(pages, at + BLOCK_N, length, BLOCK_N)
             best, total, acc = attend_tile(
                 query, best, total, acc, k_pool, v_pool, k_scale, v_scale, tokens, at, length, position, kv_head,
-                factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, CAUSAL,
+                factor, cap, window, KV_HEADS, D, DV, D_BLOCK, DV_BLOCK, BLOCK_N, LARGEST, SOFTCAP, WINDOWED, CAUSAL, False,
             )  # fmt: skip
             tokens = following
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
