@@ -1,19 +1,26 @@
-"""Several ranks, each with a share of the model, give transformers' greedy tokens; and so does a whole server of two."""
+"""Several ranks, each with a share of the model, give transformers' greedy tokens: as threads, as processes, on GPUs."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from inferserve.config.env import child_environment
 from inferserve.config.schema import ParallelPart
 from inferserve.engine.torch_backend import TorchBackend
 from inferserve.parallel.ranks import Ranks
 from tests.fakes.ranks import side_by_side
 from tests.parity.conftest import ROWS, server_config
 from tests.parity.driver import Driver
-from tests.parity.tiny import LONGEST, Oracle, is_greedy
+from tests.parity.test_gpu import MARGIN
+from tests.parity.tiny import LONGEST, Oracle, is_greedy, logits
 
 TOKENS = 16
 PROMPTS = 8
@@ -49,3 +56,44 @@ def test_greedy(oracle: Callable[[str], Oracle], name: str, tp: int) -> None:
     for prompt, answer in zip(prompts, first, strict=True):
         assert len(answer) == TOKENS
         assert is_greedy(truth.model, prompt, answer)
+
+
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")]
+
+
+@pytest.mark.parametrize(
+    ("device", "data_type", "all_reduce"),
+    [
+        ("cpu", "float32", "nccl"),
+        *(pytest.param("cuda", kind, way, marks=TWO_GPUS) for kind in MARGIN for way in ("nccl", "symmetric")),
+    ],
+)
+def test_two_processes(
+    oracle: Callable[[str], Oracle], tmp_path: Path, device: str, data_type: str, all_reduce: str
+) -> None:
+    """On GPUs the sums are inside CUDA graphs."""
+    truth = oracle("llama")
+    prompts = truth.prompts[:PROMPTS]
+    command = [sys.executable, "-m", "tests.fakes.driven_rank"]
+    about = [str(tmp_path), str(truth.folder), device, data_type, all_reduce]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", *about],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=child_environment(one_thread=False) | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write(json.dumps(prompts))
+        rank.stdin.close()
+        rank.stdin = None
+    first, second = (json.loads(rank.communicate(timeout=120)[0]) for rank in ranks)
+    assert first == second
+    for prompt, answer in zip(prompts, first, strict=True):
+        truly = logits(truth.model, (*prompt, *answer))[len(prompt) - 1 : -1]
+        chosen = truly.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert (truly.amax(1) - chosen).max() < MARGIN[data_type]
