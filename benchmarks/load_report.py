@@ -25,9 +25,13 @@ def quantiles(values: Sequence[float] | NDArray[Any], digits: int = 2) -> dict[s
     return {name: round(float(value), digits) for name, value in figures.items()}
 
 
-def tokens_per_event(seen: Outcome) -> float:
-    """Of one request, on average; 1 where the server told no usage."""
-    return seen.tokens / len(seen.times) if seen.tokens > 0 and seen.times else 1.0
+def tokens_per_event(outcomes: list[Outcome]) -> list[float]:
+    """Of each request, on average; of one without usage (it was cut, say) what the others have, 1 if none tells."""
+    known = [o for o in outcomes if o.tokens > 0 and o.times and not o.error and not o.cut]
+    events = sum(len(o.times) for o in known)
+    usual = sum(o.tokens for o in known) / events if events else 1.0
+    told = {id(o): o.tokens / len(o.times) for o in known}
+    return [told.get(id(o), usual) for o in outcomes]
 
 
 def report(outcomes: list[Outcome], begin_ns: int, idle_ns: int) -> dict[str, Any]:
@@ -43,11 +47,11 @@ def report(outcomes: list[Outcome], begin_ns: int, idle_ns: int) -> dict[str, An
     between two events of a stream over the tokens that an event carries in that stream on average.
     """
     whole = [o for o in outcomes if not o.error and not o.cut]
+    sizes = tokens_per_event(outcomes)
     with_text = [o for o in outcomes if o.times]
-    arrivals = np.sort(np.concatenate([o.times for o in with_text])) if with_text else np.zeros(0, np.int64)
     end_ns = max((o.end_ns for o in outcomes), default=begin_ns)
     figures: dict[str, Any] = {
-        "output_tok_s": _rates(outcomes, begin_ns, idle_ns, end_ns),
+        "output_tok_s": _rates(outcomes, sizes, begin_ns, idle_ns, end_ns),
         "wall_s": round((end_ns - begin_ns) / 1e9, 3),
         "requests": {
             "sent": len(outcomes),
@@ -56,10 +60,10 @@ def report(outcomes: list[Outcome], begin_ns: int, idle_ns: int) -> dict[str, An
             "cut_at_the_end": sum(o.cut and not o.error for o in outcomes),
         },
         "errors": dict(Counter(o.error for o in outcomes if o.error)),
-        "tokens": _tokens(whole, outcomes, len(arrivals)),
+        "tokens": _tokens(whole, outcomes, sizes),
         "ttft_ms": quantiles([(o.times[0] - o.due_ns) / _MS for o in with_text]),
-        "itl_ms": quantiles(_gaps(with_text, per_token=True), 3),
-        "event_gap_ms": quantiles(_gaps(with_text, per_token=False), 3),
+        "itl_ms": quantiles(_gaps(outcomes, sizes), 3),
+        "event_gap_ms": quantiles(_gaps(outcomes, [1.0] * len(outcomes)), 3),
         "e2e_ms": quantiles([(o.end_ns - o.due_ns) / _MS for o in whole]),
     }
     turns = sorted({o.turn for o in outcomes})
@@ -68,9 +72,9 @@ def report(outcomes: list[Outcome], begin_ns: int, idle_ns: int) -> dict[str, An
     return figures
 
 
-def _rates(outcomes: list[Outcome], begin_ns: int, idle_ns: int, end_ns: int) -> dict[str, float]:
+def _rates(outcomes: list[Outcome], sizes: list[float], begin_ns: int, idle_ns: int, end_ns: int) -> dict[str, float]:
     seconds = (end_ns - begin_ns) / 1e9
-    rates = {"total": round(_output(outcomes) / seconds, 1) if seconds > 0 else 0.0}
+    rates = {"total": round(_output(outcomes, sizes) / seconds, 1) if seconds > 0 else 0.0}
     firsts: dict[int, int] = {}
     for seen in outcomes:
         if seen.times:
@@ -78,28 +82,28 @@ def _rates(outcomes: list[Outcome], begin_ns: int, idle_ns: int, end_ns: int) ->
     opened = max(firsts.values(), default=idle_ns)
     window = (idle_ns - opened) / 1e9
     if window >= _SHORTEST_WINDOW_S and len(firsts) == len({o.client for o in outcomes}):
-        inside = sum(_weight(o) * sum(opened < t <= idle_ns for t in o.times) for o in outcomes)
+        inside = sum(
+            size * sum(opened < t <= idle_ns for t in seen.times) for seen, size in zip(outcomes, sizes, strict=True)
+        )
         rates |= {"steady": round(inside / window, 1), "steady_window_s": round(window, 2)}
     return rates
 
 
-def _output(outcomes: list[Outcome]) -> float:
+def _output(outcomes: list[Outcome], sizes: list[float]) -> float:
     """Tokens that arrived, those of failed and cut requests too."""
-    return sum(_weight(o) * len(o.times) if o.times else max(o.tokens, 0) for o in outcomes)
+    return sum(
+        size * len(seen.times) if seen.times else max(seen.tokens, 0)
+        for seen, size in zip(outcomes, sizes, strict=True)
+    )
 
 
-def _weight(seen: Outcome) -> float:
-    """Tokens of each event: of a request that is not whole, one."""
-    return 1.0 if seen.error or seen.cut else tokens_per_event(seen)
-
-
-def _gaps(outcomes: Iterable[Outcome], *, per_token: bool) -> NDArray[np.float64]:
-    """Milliseconds between events of the same stream."""
-    gaps = [np.diff(o.times) / _MS / (tokens_per_event(o) if per_token else 1.0) for o in outcomes]
+def _gaps(outcomes: Iterable[Outcome], sizes: Iterable[float]) -> NDArray[np.float64]:
+    """Milliseconds between events of the same stream, over what an event of that stream carries."""
+    gaps = [np.diff(o.times) / _MS / size for o, size in zip(outcomes, sizes, strict=True) if o.times]
     return np.concatenate(gaps) if gaps else np.zeros(0)
 
 
-def _tokens(whole: list[Outcome], outcomes: list[Outcome], events: int) -> dict[str, Any]:
+def _tokens(whole: list[Outcome], outcomes: list[Outcome], sizes: list[float]) -> dict[str, Any]:
     """Counts of the requests that are complete; `output`, `events_with_text` and the prompts' are of all."""
     by_usage = sum(o.tokens for o in whole if o.tokens >= 0)
     in_events = sum(len(o.times) for o in whole)
@@ -108,8 +112,8 @@ def _tokens(whole: list[Outcome], outcomes: list[Outcome], events: int) -> dict[
         "by_usage": by_usage,
         "without_usage": sum(o.tokens < 0 for o in whole),
         "equal": all(o.tokens == o.asked for o in whole),
-        "events_with_text": events,
-        "output": round(_output(outcomes)),
+        "events_with_text": sum(len(o.times) for o in outcomes),
+        "output": round(_output(outcomes, sizes)),
         "per_event": round(by_usage / in_events, 3) if in_events else 0.0,
         "prompt": sum(o.prompt_tokens for o in outcomes),
         "prompt_cached": sum(o.cached_tokens for o in outcomes),

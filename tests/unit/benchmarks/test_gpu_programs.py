@@ -60,6 +60,7 @@ def test_gaps_in_a_window() -> None:
     assert gaps_within([seen], 25 * ms, 60 * ms) == [20, 30]
 
 
+@pytest.mark.slow
 def test_suite_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that is killed, one that fails, a model whose server does not start, no time left: all are named."""
     load = "--clients 2 --requests 4 --input-len 16 --output-len 8"
@@ -88,6 +89,7 @@ def test_suite_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.Monk
     assert saved[3]["figures"]["tokens"]["by_usage"] == 32 and saved[3]["server_cpu_us_per_token"]
 
 
+@pytest.mark.slow
 def test_suite_tries_a_start_once_more(tmp_path: Path) -> None:
     load = "--clients 2 --requests 2 --input-len 16 --output-len 8"
     stages = [gpu_suite.Stage("load", "8b", "benchmarks.serve_load", load, 20.0)]
@@ -113,6 +115,7 @@ def test_every_stage_has_a_server_and_flags_that_exist() -> None:
         cli.parse(shlex.split(f"{COMMON} {model.flags}"))
 
 
+@pytest.mark.slow
 def test_logits_are_compared(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 64, "intermediate_size": 128}))
     out = tmp_path / "logits.json"

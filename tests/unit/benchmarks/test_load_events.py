@@ -72,6 +72,14 @@ def test_figures_by_hand() -> None:
     assert figures["tokens"]["per_event"] == round(16 / 12, 3)
 
 
+def test_a_cut_request_counts_like_the_others() -> None:
+    whole, cut = _outcome(0, 0, [1000, 2000, 3000], 9), _outcome(1, 0, [1500, 2500], -1)
+    cut.cut = True
+    tokens = report([whole, cut], 0, 3000 * 10**6)["tokens"]
+    assert (tokens["by_usage"], tokens["output"], tokens["events_with_text"], tokens["per_event"]) == (9, 15, 5, 3.0)
+    assert report([cut], 0, 3000 * 10**6)["tokens"]["output"] == 2
+
+
 def test_nothing_at_all() -> None:
     figures = report([], 0, 0)
     assert figures["requests"]["sent"] == 0 and figures["output_tok_s"] == {"total": 0.0}
