@@ -1,6 +1,6 @@
 """Steps of the engine alone, no HTTP: milliseconds, host time, and how long the GPU stands idle between steps.
 
-    python -m benchmarks.step_time [--shapes llama-3.1-8b,qwen3-0.6b] [--out FILE.json]
+    python -m benchmarks.step_time [--shapes llama-3.1-8b,qwen3-0.6b] [--quant-type T] [--llm-kv-type T] [--out FILE.json]
 
 Random weights of real shapes; rows decode at a context of 1024 tokens, one step ahead, greedy; "mixed" is 64 of them
 beside 256 prompt tokens. Each time stands beside its floor: bytes of weights and of KV read, over the copy rate measured in the
@@ -123,12 +123,14 @@ class Pipeline:
             raise RuntimeError("logits are not finite")
 
 
-def start(shape: str, device: str) -> tuple[Engine, float]:
+def start(shape: str, device: str, quant_type: str = "none", kv_type: str = "auto") -> tuple[Engine, float]:
     """The engine with the KV that the measurements need, filled with random numbers; seconds to start."""
     tokens = ROWS * (CONTEXT + CHUNK)
     asked = ServerConfig(
-        model=ModelPart(model_dir=str(SHAPES / shape), load_format="dummy", max_req_total_len=LENGTH),
-        engine=EnginePart(device=device, max_total_token_num=tokens),
+        model=ModelPart(
+            model_dir=str(SHAPES / shape), load_format="dummy", max_req_total_len=LENGTH, quant_type=quant_type
+        ),
+        engine=EnginePart(device=device, max_total_token_num=tokens, llm_kv_type=kv_type),
         schedule=SchedulePart(running_max_req_size=ROWS, batch_max_tokens=LENGTH, chunked_prefill_size=LENGTH),
     )
     config = resolve(asked)
@@ -139,9 +141,16 @@ def start(shape: str, device: str) -> tuple[Engine, float]:
     model, pool = read_model_config(Path(config.facts.folder)), backend._ready().attention.pool  # type: ignore[attr-defined]
     with torch.inference_mode():
         for tensor in (*pool.k, *pool.v):
-            tensor.normal_()
-    unread = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    weights = (weight_count(model) - unread) * pool.dtype.itemsize
+            if tensor.dtype == pool.dtype:
+                tensor.normal_()
+            else:
+                tensor.view(torch.uint8).random_(0, 120)  # 0 to 240 in e4m3
+        for scale in (*pool.k_scale, *pool.v_scale):
+            if scale is not None:
+                scale.fill_(0.01)
+    head = model.vocab_size * model.hidden_size
+    layers = weight_count(model) - (1 if model.tie_word_embeddings else 2) * head
+    weights = head * pool.dtype.itemsize + layers * (pool.dtype.itemsize if quant_type == "none" else 1)
     return Engine(backend, facts.kv_tokens, weights, KvPool.bytes_per_token(pool.shapes, pool.k[0].dtype)), seconds
 
 
@@ -172,11 +181,12 @@ def measure(engine: Engine, rows: int, chunk: int, steps: int) -> Json:
     return {"ms": round(ms, 3), "launch_ms": round(statistics.median(pipeline.launch_ms), 3)}
 
 
-def measure_all(engine: Engine, rate: float, steps: int, end: float) -> Json:
+def measure_all(engine: Engine, rate: float, options: argparse.Namespace, end: float) -> Json:
     """Every batch size, with graphs and without, beside its floor, and traces of some, until the clock says `end`."""
     graphs, plain = engine.backend, engine.backend._ready()
     figures: Json = {}
-    for rows, chunk in (*((rows, 0) for rows in BATCHES), (64, CHUNK)):
+    steps = options.steps
+    for rows, chunk in (*((rows, 0) for rows in options.batches), (64, CHUNK)):
         name = f"mixed_{rows}_{chunk}" if chunk else f"decode_{rows}"
         if time.monotonic() > end:
             print(f"{name}: no time left", flush=True)
@@ -205,13 +215,13 @@ def attempt(run: Any) -> Json:
     return result
 
 
-def measure_shape(shape: str, rate: float, steps: int, end: float) -> Json:
+def measure_shape(shape: str, rate: float, options: argparse.Namespace, end: float) -> Json:
     """Start, measure, let go of the memory."""
     if time.monotonic() > end:
         return {"error": "no time left"}
-    engine, seconds = start(shape, "cuda")
+    engine, seconds = start(shape, "cuda", options.quant_type, options.llm_kv_type)
     try:
-        return {"start_seconds": round(seconds, 2), **measure_all(engine, rate, steps, end)}
+        return {"start_seconds": round(seconds, 2), **measure_all(engine, rate, options, end)}
     finally:
         engine.backend._runner = None
         del engine
@@ -224,6 +234,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-3.1-8b,qwen3-0.6b")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--quant-type", default="none", help="weights, as `inferserve serve` takes it")
+    parser.add_argument("--llm-kv-type", default="auto", help="K and V, as `inferserve serve` takes it")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds after which no other case is begun")
     parser.add_argument("--out", default="benchmarks/results/step_time.json")
     options = parser.parse_args()
@@ -232,7 +245,7 @@ def main() -> int:
     rate = copy_rate()
     figures: Json = {"copy_tb_per_s": round(rate / 1e12, 3)}
     for shape in options.shapes.split(","):
-        figures[shape] = attempt(lambda shape=shape: measure_shape(shape, rate, options.steps, end))
+        figures[shape] = attempt(lambda shape=shape: measure_shape(shape, rate, options, end))
         schema.write(options.out, result(options, figures))
     print(json.dumps(figures, indent=1))
     return int(any("error" in figures[shape] for shape in options.shapes.split(",")))
@@ -240,6 +253,8 @@ def main() -> int:
 
 def result(options: argparse.Namespace, figures: Json) -> Json:
     """In the common form; ratios are times over floors."""
+    settings = {name: getattr(options, name) for name in ("steps", "batches", "quant_type", "llm_kv_type")}
+    settings["context"] = CONTEXT
     ratios = {
         f"{shape} {name}": round(case["graph"]["ms"] / case["floor_ms"], 3)
         for shape, cases in figures.items()
@@ -247,7 +262,7 @@ def result(options: argparse.Namespace, figures: Json) -> Json:
         for name, case in cases.items()
         if isinstance(case, dict) and "floor_ms" in case
     }
-    return schema.result("step_time", {"steps": options.steps, "context": CONTEXT}, figures, ratios)
+    return schema.result("step_time", settings, figures, ratios)
 
 
 if __name__ == "__main__":
