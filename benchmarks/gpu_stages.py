@@ -57,7 +57,7 @@ def _large(model: str, one: float = 0.0, many: float = 0.0, most: float = 0.0) -
     """One client, 64 and 256."""
     return (
         _load(f"{model}-one", f"{_ONE} --requests 3 --duration 15", 25, one),
-        _load(f"{model}-64", f"{_LONG} --clients 64 --requests 320 --duration 24", 40, many),
+        _load(f"{model}-64", f"{_LONG} --clients 64 --requests 256 --duration 24", 40, many),
         _load(f"{model}-256", f"{_LONG} --clients 256 --requests 512 --duration 30", 50, most),
     )
 
@@ -66,7 +66,7 @@ def _small(model: str, one: float, many: float, most: float) -> tuple[Stage, ...
     return (
         _load(f"{model}-one", f"{_ONE} --requests 4 --duration 8", 15, one),
         _load(f"{model}-64", f"{_SHORT} --clients 64 --requests 640 --duration 15", 30, many),
-        _load(f"{model}-256", f"{_SHORT} --clients 256 --requests 1280 --duration 20", 35, most),
+        _load(f"{model}-256", f"{_SHORT} --clients 256 --requests 1024 --duration 20", 35, most),
     )
 
 
