@@ -103,11 +103,14 @@ class DenseChunk:
 
 
 class DensePrefill:
-    """Runs chunks through one library kernel."""
+    """Runs chunks of `least` tokens and more through one library kernel."""
 
-    def __init__(self, op: DenseOp = cudnn_attention, merge: Merge = merge_attention) -> None:
+    def __init__(
+        self, op: DenseOp = cudnn_attention, merge: Merge = merge_attention, least: int = LEAST_QUERIES
+    ) -> None:
         self._op = op
         self._merge = merge
+        self.least = least
 
     def attend(self, chunk: DenseChunk, q: Tensor, kv: PagedKv, scale: float) -> Tensor:
         """Attention of the chunk's queries.

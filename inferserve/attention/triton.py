@@ -1,7 +1,7 @@
 """`TritonAttention`: paged decode and prefill kernels over the pool; the default on CUDA. Knows no requests.
 
 What attends to what reaches the kernels through work lists, one for each shape of layer in the model, so that a launch
-depends on the size of a step alone.
+depends on the size of a step alone. Long chunks of steps that are not captured may go through a dense kernel instead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from inferserve.attention.base import AttentionBatch, AttentionPlan, Bucket, HostRows, Ints, LayerSpec
+from inferserve.attention.dense import DenseChunk, DensePrefill
 from inferserve.attention.work import Capacity, WorkLists, WorkShape
 from inferserve.kernels.decode_attention import DecodeSpace, decode_attention
 from inferserve.kernels.kv_write import kv_write
@@ -48,18 +49,21 @@ class ListPlan:
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """A step: its batch and its work lists, in the order of the backend's shapes."""
+    """A step: its batch, its work lists in the order of the backend's shapes, and the chunks that are in none of them."""
 
     batch: AttentionBatch
     lists: tuple[ListPlan, ...]
+    dense: tuple[DenseChunk, ...]
 
 
 class TritonAttention:
     """Implements `CapturableAttention`."""
 
-    def __init__(self, pool: KvPool, deterministic: bool = False) -> None:
-        """Deterministic: a row's result does not depend on the rows beside it."""
+    def __init__(self, pool: KvPool, deterministic: bool = False, dense: DensePrefill | None = None) -> None:
+        """Deterministic: a row's result does not depend on the rows beside it. `dense` takes the long chunks of layers
+        that have neither windows nor caps."""
         self.pool = pool
+        self._dense = dense
         device = pool.k[0].device
         cuda = device.type == "cuda"
         multiprocessors = (
@@ -72,7 +76,8 @@ class TritonAttention:
             for shape, config in zip(pool.shapes, self._prefill, strict=True)
         ]
         distinct = tuple(dict.fromkeys(self._shapes))
-        self._lists = tuple(WorkLists(shape) for shape in distinct)
+        longest = dense.least - 1 if dense else None
+        self._lists = tuple(WorkLists(shape, longest) for shape in distinct)
         self._list_of = [distinct.index(shape) for shape in self._shapes]
 
     def work_size(self, bucket: Bucket) -> int:
@@ -95,7 +100,17 @@ class TritonAttention:
             capacities = list(_capacities(batch.work_host))
         starts = accumulate((capacity.size for capacity in capacities), initial=0)
         parts = zip(range(len(self._lists)), starts, capacities, strict=False)
-        return TritonPlan(batch, tuple(self._part(batch, *part) for part in parts))
+        return TritonPlan(batch, tuple(self._part(batch, *part) for part in parts), self._dense_chunks(batch))
+
+    def _dense_chunks(self, batch: AttentionBatch) -> tuple[DenseChunk, ...]:
+        if self._dense is None or batch.bucket or batch.max_query_len < self._dense.least:
+            return ()
+        first = np.cumsum(batch.query_len_host) - batch.query_len_host
+        found = []
+        for i in np.flatnonzero(batch.query_len_host >= self._dense.least).tolist():
+            pages = batch.table.index_select(0, batch.rows[i : i + 1])[0, : batch.kv_len_host[i]]
+            found.append(DenseChunk.of(int(first[i]), int(batch.query_len_host[i]), pages))
+        return tuple(found)
 
     def _part(self, batch: AttentionBatch, index: int, start: int, capacity: Capacity) -> ListPlan:
         assert batch.work is not None
@@ -125,6 +140,8 @@ class TritonAttention:
         assert q.shape[1] == shape.kv_heads * shape.group, "the work lists are made for other heads"
         part, table = plan.lists[self._list_of[spec.layer]], plan.batch.table
         scores = Scores(spec.scale, spec.window, spec.softcap)
+        if plan.dense and plan.dense[0].queries == len(q):
+            return self._attend_dense(spec, plan.dense[0], q)
         out = torch.empty((*q.shape[:2], shape.value_dim), dtype=q.dtype, device=q.device)
         items, tiles = part.capacity
         most = _ROUNDS * self._slots
@@ -141,7 +158,13 @@ class TritonAttention:
             programs=part.tile_programs,
             config=self._prefill[spec.layer],
         )
+        for chunk in plan.dense:
+            out[chunk.first : chunk.first + chunk.queries] = self._attend_dense(spec, chunk, q)
         return out
+
+    def _attend_dense(self, spec: LayerSpec, chunk: DenseChunk, q: Tensor) -> Tensor:
+        assert self._dense is not None and not spec.window and not spec.softcap
+        return self._dense.attend(chunk, q, self.pool.layer(spec.layer), spec.scale)
 
     def _prefill_config(self, shape: KvShape) -> PrefillConfig:
         size = max(shape.head_dim, shape.value_dim)

@@ -73,8 +73,10 @@ class WorkLists:
     for what they mean. What lies behind the used items of a part is never read.
     """
 
-    def __init__(self, shape: WorkShape) -> None:
+    def __init__(self, shape: WorkShape, longest: int | None = None) -> None:
+        """Steps that are not captured leave chunks of more than `longest` tokens to others."""
         self.shape = shape
+        self._longest = longest
         self._wave = max(1, shape.slots // shape.kv_heads)
 
     def capacity(self, bucket: Bucket) -> Capacity:
@@ -95,7 +97,7 @@ class WorkLists:
 
     def make(self, rows: HostRows, bucket: Bucket | None) -> Ints:
         """The list of a step, sized for `bucket`, or for the step if there is none."""
-        decode, chunks = self._parts(rows)
+        decode, chunks = self._parts(rows, None if bucket else self._longest)
         items, tiles = self._decode_items(*decode), self._tiles(*chunks)
         capacity = self.capacity(bucket) if bucket else Capacity(items.shape[1], tiles.shape[1])
         assert items.shape[1] <= capacity.items and tiles.shape[1] <= capacity.tiles, "the step does not fit its bucket"
@@ -106,7 +108,9 @@ class WorkLists:
             work[start : start + ITEM * count].reshape(count, ITEM)[:, :width] = part.T
         return work
 
-    def _parts(self, rows: HostRows) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints, Ints]]:
+    def _parts(
+        self, rows: HostRows, longest: int | None
+    ) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints, Ints]]:
         """(row, token, length) of decode tokens; (row, first token, queries, length) of chunks."""
         n = rows.num_decode
         if n == len(rows.rows):
@@ -115,7 +119,7 @@ class WorkLists:
         start = np.cumsum(rows.query_len, dtype=np.int32) - rows.query_len
         short = np.zeros(len(rows.rows), np.bool_) if self.shape.deterministic else rows.query_len <= SHORT_CHUNK
         short[:n] = True
-        long = ~short
+        long = ~short if longest is None else ~short & (rows.query_len <= longest)
         chunks = rows.rows[long], start[long], rows.query_len[long], rows.kv_len[long]
         count = rows.query_len[short]
         if count.sum() == len(count):

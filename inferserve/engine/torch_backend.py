@@ -28,6 +28,7 @@ from inferserve.errors import ConfigError
 from inferserve.kernels.dispatch import kernels_for
 from inferserve.kv.pool import KvPool
 from inferserve.log import event
+from inferserve.models.decoder import Decoder
 from inferserve.models.registry import family_of, load_model, quant_scheme, read_model_config
 from inferserve.models.spec import CapturableModel, CausalModel
 from inferserve.parallel.ranks import ALONE, Ranks
@@ -221,7 +222,13 @@ class TorchBackend:
         config, device = self._config, self._device
         max_len = config.model.max_req_total_len
         engine = config.engine
-        attention = make_attention(engine.attention_backend, pool, device, deterministic=engine.deterministic)
+        attention = make_attention(
+            engine.attention_backend,
+            pool,
+            device,
+            deterministic=engine.deterministic,
+            plain=isinstance(model, Decoder) and not any(model_config.windows),
+        )
         sampler = Sampler(self._max_rows, max_len, model_config.vocab_size, device, config.model.eos_id)
         return Runner(
             model=model,

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from inferserve.attention.base import Bucket, LayerSpec
+from inferserve.attention.dense import DensePrefill
 from inferserve.attention.reference import ReferenceAttention
 from inferserve.attention.triton import TritonAttention
+from inferserve.kernels.merge_attention import merge_attention_ref
 from inferserve.kv.pool import KvPool, KvShape
+from tests.fakes.dense_attention import torch_attention
 from tests.fakes.paged import among_strangers, paged_step, planned
 from tests.kernels.compare import DTYPES, assert_matches
 
@@ -54,6 +57,24 @@ def test_nothing_of_other_rows_is_read(spec: LayerSpec, dtype: torch.dtype, devi
         attention = TritonAttention(alone.pool)
         out = attention.forward(spec, planned(attention, alone), alone.q, alone.k, alone.v)
         assert torch.equal(out[tokens], together[tokens])
+
+
+@pytest.mark.parametrize("rows", [*STEPS.values(), [(40, 90)], [(1, 9), (256, 1400)]], ids=str)
+def test_long_chunks_go_through_a_dense_kernel(rows: list[tuple[int, int]], device: torch.device) -> None:
+    outs, calls = [], []
+
+    def counted(*args: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(causal)
+        return torch_attention(*args, causal=causal, scale=scale)
+
+    dense = DensePrefill(counted, merge_attention_ref, least=30)
+    for backend in (lambda pool: TritonAttention(pool, dense=dense), lambda pool: ReferenceAttention(pool, device)):
+        step = paged_step(rows, KvShape(3, 32, group=2), 6, device=device)
+        attention = backend(step.pool)
+        outs.append(attention.forward(LayerSpec(0, 0.2), planned(attention, step), step.q, step.k, step.v))
+    assert_matches(outs[0], outs[1], torch.float32)
+    assert calls.count(True) == sum(queries >= dense.least for queries, _ in rows)
+    assert calls.count(False) == sum(queries >= dense.least and length - queries >= 1024 for queries, length in rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,22 +11,10 @@ from inferserve.attention import dense
 from inferserve.attention.dense import DenseChunk, DensePrefill, cudnn_attention, pieces
 from inferserve.kernels.merge_attention import merge_attention, merge_attention_ref
 from inferserve.kernels.paged_kv import PagedKv
+from tests.fakes.dense_attention import torch_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = 0.3
-
-
-def torch_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A `DenseOp` in plain torch."""
-    k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    score = q.float() @ k.transpose(2, 3) * scale
-    if causal:
-        assert score.shape[2] == score.shape[3]
-        score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
-    out = (score.softmax(-1) @ v).to(q.dtype)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), score.logsumexp(-1, keepdim=True)
 
 
 @given(st.integers(0, 200_000))
