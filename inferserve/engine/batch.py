@@ -57,7 +57,7 @@ def _write_drafts(drafts: Drafts, rows: Rows) -> None:
     for row, ids in zip(drafts.rows, drafts.ids, strict=True):
         start = int(rows.prompt_len[row] + rows.out_len[row])
         rows.tokens[row, start : start + len(ids)] = ids
-        rows.drafted[row] = len(ids)
+        rows.drafting.pending[row] = len(ids)
 
 
 def _samples(decoding: Ints, complete: Ints, chosen: Ints, rows: Rows) -> tuple[Ints, Ints]:

@@ -102,7 +102,7 @@ def plan_step(
         available: KV tokens that can be given out.
         proposer: makes drafts, if the budget allows any.
     """
-    decode = in_order(rows, _decoding(rows, rules) & (rows.drafted == 0))[: budget.tokens]
+    decode = in_order(rows, _decoding(rows, rules) & (rows.drafting.pending == 0))[: budget.tokens]
     if len(decode) > available:
         return SHORT
     filling = of_state(rows, FILLING)

@@ -87,7 +87,11 @@ def draft(
     for row in decode.tolist():
         known = rows.tokens[row, : rows.prompt_len[row] + rows.out_len[row]]
         most = min(longest, room, int(rules.limit[row] - rows.planned[row]) - 1)
-        if most < 1 or not rows.plain[row] or rows.out_len[row] < max(rules.min_tokens[row], rows.quiet[row]):
+        if (
+            most < 1
+            or not rows.drafting.plain[row]
+            or rows.out_len[row] < max(rules.min_tokens[row], rows.drafting.quiet[row])
+        ):
             usual.append(row)
         elif rows.planned[row] > rows.out_len[row]:
             if not len(proposer.propose(known, most, sure=True)):

@@ -55,6 +55,22 @@ class EndRules:
         return stopped & (positions >= self.min_tokens[rows])
 
 
+class Drafting:
+    """Which rows may have their next tokens guessed (see `proposer`); columns of `max_rows`.
+
+    Attributes:
+        plain: bool, the likeliest token is taken and nothing else is asked for, so that drafts can be checked.
+        pending: int32, draft tokens that the step in flight checks; until its results are read the row's length is
+            unknown.
+        quiet: int32, output tokens before which no draft is made, since the last one was wrong.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.plain: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        self.pending: Ints = np.zeros(max_rows, dtype=np.int32)
+        self.quiet: Ints = np.zeros(max_rows, dtype=np.int32)
+
+
 class Rows:
     """Columns of `max_rows`, int32 unless said otherwise.
 
@@ -69,9 +85,7 @@ class Rows:
         planned: output tokens committed or asked for by launched steps.
         fill: tokens to compute before the row decodes: prompt, and output so far after a pause.
         good: leading tokens whose KV is known to be good, since finite logits came out of it.
-        plain: bool, the likeliest token is taken and nothing else is asked for, so that drafts can be checked.
-        drafted: draft tokens that the step in flight checks; until its results are read the row's length is unknown.
-        quiet: output tokens before which no draft is made, since the last one was wrong.
+        drafting: what drafts depend on.
         tokens: int32 [max_rows, max_len], prompt and committed output, behind them the draft in flight.
     """
 
@@ -86,7 +100,5 @@ class Rows:
         self.planned: Ints = np.zeros(max_rows, dtype=np.int32)
         self.fill: Ints = np.zeros(max_rows, dtype=np.int32)
         self.good: Ints = np.zeros(max_rows, dtype=np.int32)
-        self.plain: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
-        self.drafted: Ints = np.zeros(max_rows, dtype=np.int32)
-        self.quiet: Ints = np.zeros(max_rows, dtype=np.int32)
+        self.drafting = Drafting(max_rows)
         self.tokens: Ints = np.zeros((max_rows, max_len), dtype=np.int32)

@@ -107,8 +107,8 @@ class Sequences:
         rows.slot[row], rows.generation[row], rows.order[row] = admit.index, admit.generation, self._admissions
         rows.prompt_len[row] = len(prompt)
         rows.out_len[row] = rows.planned[row] = rows.fill[row] = rows.good[row] = 0
-        rows.drafted[row] = rows.quiet[row] = 0
-        rows.plain[row] = params.plain
+        rows.drafting.pending[row] = rows.drafting.quiet[row] = 0
+        rows.drafting.plain[row] = params.plain
         rows.tokens[row, : len(prompt)] = prompt
         self.rules.set(row, params, rows.tokens.shape[1] - len(prompt))
         self._params[row] = params
@@ -169,10 +169,10 @@ class Sequences:
     def settle(self, row: int) -> None:
         """Take back what a row was given for a draft beyond the tokens that turned out right."""
         rows = self.rows
-        right = int(rows.drafted[row] - (rows.planned[row] - rows.out_len[row]))
+        right = int(rows.drafting.pending[row] - (rows.planned[row] - rows.out_len[row]))
         if right <= 0:
-            rows.quiet[row] = rows.out_len[row] + QUIET_TOKENS
-        rows.planned[row], rows.drafted[row] = rows.out_len[row], 0
+            rows.drafting.quiet[row] = rows.out_len[row] + QUIET_TOKENS
+        rows.planned[row], rows.drafting.pending[row] = rows.out_len[row], 0
         self.ledger.truncate(row, int(rows.prompt_len[row] + rows.out_len[row]) - 1)
 
     def _release(self, row: int, good: int) -> None:
@@ -248,6 +248,8 @@ class Sequences:
         assert (rows.planned == rows.out_len)[waiting].all(), "a row that does not decode awaits a token"
         decoding = np.flatnonzero(rows.state == DECODING)
         running = rows.state != FREE
-        assert not rows.drafted[running & (rows.state != DECODING)].any(), "a row that does not decode checks a draft"
+        assert not rows.drafting.pending[running & (rows.state != DECODING)].any(), (
+            "a row that does not decode checks a draft"
+        )
         lengths = rows.prompt_len[decoding] + rows.planned[decoding] - 1
         assert (self.ledger.length[decoding] == lengths).all(), "a decoding row has more or less KV than tokens"
