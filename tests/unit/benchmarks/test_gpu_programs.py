@@ -138,3 +138,15 @@ def test_logits_that_are_wrong_are_named() -> None:
     assert any("clear choices differ" in line for line in said) and "bad: not equal to the bit" in said
     assert not any(line.startswith("good") for line in said)
     assert logits.problems(logits.compare(exact, rounded, {"nan": exact * torch.nan}), 1.15, deterministic=False)
+
+
+@pytest.mark.slow
+def test_soak_counts_what_was_delivered(tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    flags = ("--minutes", "0.1", "--clients", "4", "--longest", "40", "--drift", "3", "--out", str(out))
+    done = _run("soak", f"--flags={_FAKE}", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())["figures"]
+    assert figures["problems"] == []
+    assert figures["tokens"]["counted"] == figures["tokens"]["delivered"] > 0
+    assert {"engine-0", "http-0", "router"} <= set(figures["memory"])
