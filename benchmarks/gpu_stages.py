@@ -32,6 +32,8 @@ class Stage:
 MODELS = {
     "8b": Model("llama-3.1-8b"),
     "8b-fp8": Model("llama-3.1-8b", "--quant-type fp8w8a8 --llm-kv-type fp8"),
+    "8b-ordered": Model("llama-3.1-8b", "--deterministic"),
+    "8b-guess": Model("llama-3.1-8b", "--spec-mode ngram"),
     "8b-tp2": Model("llama-3.1-8b", "--tp 2"),
     "8b-long": Model(
         "llama-3.1-8b", "--max-req-total-len 131072 --running-max-req-size 64 --max-queued-requests 64"
@@ -83,6 +85,8 @@ STAGES = (
     _load("8b-bursty", "--workload bursty --rate 12 --burstiness 0.5 --requests 200", 40),
     Stage("8b-long", "8b-long", "benchmarks.long_context", "", 150),
     *_large("8b-fp8"),
+    *_large("8b-ordered"),
+    *_large("8b-guess"),
     *_large("8b-tp2", 360, 8200),
     *_large("70b"),
     *_large("70b-tp2"),
