@@ -23,7 +23,7 @@ from inferserve.shm.layout import Writer
 from inferserve.shm.slots import SlotTable
 from inferserve.transport.channel import Inbox, Outbox
 
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 2.0
 """When ranks lose each other, how long a living one lets the launcher say which has died before it faults itself."""
 
 Turn = Callable[[Sequence[Commands]], StepReport | None]
