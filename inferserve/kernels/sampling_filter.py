@@ -89,10 +89,12 @@ def _narrow(
         part = tl.maximum((high - low) // 4, 1)
         # The first bounds are 2, 5 and 10; past the last, 1.5, 4 and 256 times as much; then quarters.
         grown = high == _INFINITY
-        bound_0 = tl.where(grown, tl.where(low < 0, 0x40000000, low + 0x00400000), low + part)
-        bound_1 = tl.where(grown, tl.where(low < 0, 0x40A00000, low + 0x01000000), low + 2 * part)
-        bound_2 = tl.where(grown, tl.where(low < 0, 0x41200000, low + 0x04000000), low + 3 * part)
-        bound_0, bound_1, bound_2 = tl.minimum(bound_0, high), tl.minimum(bound_1, high), tl.minimum(bound_2, high)
+        step_0 = tl.where(grown, tl.where(low < 0, 0x40000001, 0x00400000), part)
+        step_1 = tl.where(grown, tl.where(low < 0, 0x40A00001, 0x01000000), 2 * part)
+        step_2 = tl.where(grown, tl.where(low < 0, 0x41200001, 0x04000000), 3 * part)
+        bound_0 = low + tl.minimum(step_0, high - low)
+        bound_1 = low + tl.minimum(step_1, high - low)
+        bound_2 = low + tl.minimum(step_2, high - low)
         count_0 = tl.zeros((BLOCK // 8,), tl.int32)
         count_1 = tl.zeros((BLOCK // 8,), tl.int32)
         count_2 = tl.zeros((BLOCK // 8,), tl.int32)
