@@ -29,9 +29,11 @@ _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """What torch raises in a collective, as RankLost."""
+    """What torch raises in a collective, as RankLost; a lack of memory is this rank's own."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         first = str(error).strip().partition("\n")[0]
         raise RankLost(f"the other engine ranks do not answer: {first}") from error
@@ -57,7 +59,7 @@ class ProcessGroup:
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         with _together():
             _gather(out, x.contiguous(), group=self._group)
-        return out.split(x.shape[0])
+        return out.view(self.size, *x.shape).unbind()
 
     def from_leader(self, x: torch.Tensor) -> torch.Tensor:
         """See Ranks."""

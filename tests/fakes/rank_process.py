@@ -21,6 +21,7 @@ def main(rank: int, size: int, run_dir: Path) -> None:
             assert torch.equal(ranks.sum(x), torch.full((3, 5), size * (size + 1) / 2, dtype=dtype))
             parts = ranks.gather(torch.full((2, 3), float(rank), dtype=dtype))
             assert [part.unique().tolist() for part in parts] == [[float(i)] for i in range(size)]
+        assert [part.shape for part in ranks.gather(torch.empty(0, 3))] == [(0, 3)] * size
         told = ranks.from_leader(torch.full((2, 4), rank + 7, dtype=torch.int32))
         assert told.unique().tolist() == [7]
         assert ranks.least(10 + rank) == 10
