@@ -10,8 +10,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from inferserve.config.model_config import ModelConfig
+from inferserve.kernels.skinny_matmul import MAX_ROWS, skinny_matmul_ref
+from inferserve.layers import packed as layout
 from inferserve.layers.linear import Linear
-from inferserve.layers.packed import packed, plain
+from inferserve.layers.packed import FEW_ROWS, few_rows, packed, plain
 from inferserve.layers.rotary import attention_factor, inverse_frequencies
 
 LLAMA: dict[str, Any] = {
@@ -78,3 +80,25 @@ def test_linear_gives_its_weight_up_when_packed() -> None:
         layer.pack()
         assert torch.equal(layer.forward(torch.ones(2, 8)), before)
     assert before[0].tolist() == [8.5] * 4 + [16.0] * 6
+
+
+def test_few_rows_take_the_kernel_made_for_them_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, spare: torch.Tensor) -> torch.Tensor:
+        taken.append(len(x))
+        return skinny_matmul_ref(x, weight, bias, spare)
+
+    monkeypatch.setattr(layout, "skinny_matmul", kernel)
+    torch.manual_seed(1)
+    weight, bias = torch.randn(96, 64), torch.randn(96)
+    multiply = few_rows(weight, bias, 8)
+    for rows in (1, 8, 9):
+        x = torch.randn(rows, 64)
+        torch.testing.assert_close(multiply(x), plain(weight, bias)(x))
+    assert taken == [1, 8]
+
+
+def test_the_table_of_few_rows_fits_the_kernel() -> None:
+    assert all(0 < entry.rows <= MAX_ROWS for entry in FEW_ROWS)
+    assert len({entry[:2] for entry in FEW_ROWS}) == len(FEW_ROWS)
