@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import fields
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inferserve.engine import follower
 from inferserve.engine.leader import digest
 from inferserve.engine.planner import Budget
 from inferserve.errors import EngineError
@@ -191,3 +193,22 @@ def test_a_budget_holds_nothing_that_followers_are_not_told() -> None:
     """Whatever else changes from step to step by the leader's clock has to travel in the `StepHeader`."""
     told, fixed = {"prompts", "drafts"}, {"tokens", "chunk", "whole_prompts"}
     assert {field.name for field in fields(Budget)} == told | fixed
+
+
+def test_commands_that_never_come_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader would sit in a collective for as long as the follower waits."""
+    monkeypatch.setattr(follower, "COMMANDS_WITHIN_S", 0.05)
+    told = [[StepHeader(turn=1, commands_upto=4)]]
+    waited: list[float | None] = []
+
+    class Silent:
+        def wait(self, timeout_s: float | None) -> list[StepHeader]:
+            waited.append(timeout_s)
+            if told:
+                return told.pop()
+            threading.Event().wait(timeout_s)
+            return []
+
+    with pytest.raises(EngineError, match="commands 4 of the router did not come"):
+        follower.follow(world_of(7).follower, Silent())  # type: ignore[arg-type]
+    assert waited[:2] == [None, 0.05]
