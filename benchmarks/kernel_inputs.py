@@ -63,12 +63,12 @@ class Pages:
 
 
 def make_pages(
-    lengths: Lengths, shape: KvShape, *, stored: torch.dtype = BF16, layers: int = 1, contiguous: bool = False
+    lengths: Lengths, shape: KvShape, *, stored: torch.dtype = BF16, layers: int = 1, page: int = 1
 ) -> Pages:
-    """Rows at shuffled places, or each in a run of its own."""
+    """Rows in shuffled pages of `page` neighbouring tokens; 0 = each row in one run."""
     total = sum(n for _, n in lengths)
     pool = KvPool((shape,) * layers, total + 1000, BF16, DEVICE, stored)
-    order = torch.arange(total, device=DEVICE) if contiguous else torch.randperm(total + 1000, device=DEVICE)[:total]
+    order = _order(total, page)
     for layer in range(layers):
         _fill(pool.layer(layer), order)
     width = -(-max(n for _, n in lengths) // 16) * 16 + 16
@@ -81,6 +81,14 @@ def make_pages(
     query_len, kv_len = (np.array(column, np.int32) for column in zip(*lengths, strict=True))
     decode = next((i for i, (q, _) in enumerate(lengths) if q > 1), len(lengths))
     return Pages(pool, table, HostRows(numbers, decode, query_len, kv_len), shape)
+
+
+def _order(total: int, page: int) -> torch.Tensor:
+    """Places of `total` tokens in a pool of 1000 more."""
+    if not page:
+        return torch.arange(total, device=DEVICE)
+    pages = torch.randperm((total + 1000) // page, device=DEVICE)[: -(-total // page)]
+    return (pages[:, None] * page + torch.arange(page, device=DEVICE)).flatten()[:total]
 
 
 def _fill(kv: PagedKv, order: torch.Tensor) -> None:

@@ -40,15 +40,17 @@ DECODE: tuple[tuple[str, Callable[[], Lengths], KvShape, torch.dtype, float], ..
 )
 """Name, rows, shape, dtype of the pool, share of the copy rate that is wanted."""
 
-PREFILL: tuple[tuple[str, Lengths, bool, float], ...] = (
-    ("4 x 4k", [(4096, 4096)] * 4, False, 0.7),
-    ("1 x 16k", [(16384, 16384)], False, 0.7),
-    ("1k over 16k", [(1024, 17408)], False, 0.7),
-    ("16 x 1k", [(1024, 1024)] * 16, False, 0.7),
-    ("4 x 4k, contiguous", [(4096, 4096)] * 4, True, 0.7),
-    ("256 over 1k", [(256, 1280)], False, 0.0),
+PREFILL: tuple[tuple[str, Lengths, float], ...] = (
+    ("4 x 4k", [(4096, 4096)] * 4, 0.7),
+    ("1 x 16k", [(16384, 16384)], 0.7),
+    ("1k over 16k", [(1024, 17408)], 0.7),
+    ("16 x 1k", [(1024, 1024)] * 16, 0.7),
+    ("256 over 1k", [(256, 1280)], 0.0),
 )
-"""Name, rows, whether pages are contiguous, share of cuDNN's rate that is wanted."""
+"""Name, rows, share of cuDNN's rate that is wanted."""
+
+PAGES = (16, 64, 128, 0)
+"""Tokens that lie side by side, beside the 1 of the other cases; 0 = whole rows."""
 
 DECODE_CONFIGS = tuple(
     DecodeConfig(*c)
@@ -128,30 +130,47 @@ def decode_cases(copy: float) -> Iterator[tuple[str, Callable[[], Timing]]]:
         yield f"decode {name}", partial(_decode, f"decode {name}", lengths, shape, stored, wanted, copy)
 
 
+def page_cases(copy: float) -> Iterator[tuple[str, Callable[[], Timing]]]:
+    """What neighbouring tokens are worth to kernels that gather each of them."""
+    for page in PAGES:
+        about = f"in pages of {page}" if page else "in one run"
+        name, lengths, shape, stored, wanted = DECODE[0]
+        case = f"decode {name} {about}"
+        yield case, partial(_decode, case, lengths, shape, stored, wanted, copy, page)
+        case = f"prefill {PREFILL[1][0]} {about}"
+        yield case, partial(_prefill, case, PREFILL[1][1], PREFILL[1][2], page)
+
+
 def _decode(
-    name: str, lengths: Callable[[], Lengths], shape: KvShape, stored: torch.dtype, wanted: float, copy: float
+    name: str,
+    lengths: Callable[[], Lengths],
+    shape: KvShape,
+    stored: torch.dtype,
+    wanted: float,
+    copy: float,
+    page: int = 1,
 ) -> Timing:
-    attention, layers = decode_inputs(lengths(), shape, stored)
+    attention, layers = decode_inputs(lengths(), shape, stored, page)
     us = decode_us(attention, layers)
     rate = attention.pages.seen_bytes / us * 1e6
     return Timing(name, us, rate / 1e12, copy / 1e12, rate / copy, wanted)
 
 
-def decode_inputs(lengths: Lengths, shape: KvShape, stored: torch.dtype) -> tuple[Attention, int]:
+def decode_inputs(lengths: Lengths, shape: KvShape, stored: torch.dtype, page: int = 1) -> tuple[Attention, int]:
     """Attention over enough layers to be cold, and how many."""
     one = sum(n for _, n in lengths) * shape.bytes_per_token(stored)
     layers = min(24, max(1, -(-int(_COLD_BYTES) // one)))
-    return Attention.over(make_pages(lengths, shape, stored=stored, layers=layers), Scores(0.09)), layers
+    return Attention.over(make_pages(lengths, shape, stored=stored, layers=layers, page=page), Scores(0.09)), layers
 
 
 def prefill_cases() -> Iterator[tuple[str, Callable[[], Timing]]]:
     """Of PREFILL."""
-    for name, lengths, contiguous, wanted in PREFILL:
-        yield f"prefill {name}", partial(_prefill, f"prefill {name}", lengths, contiguous, wanted)
+    for name, lengths, wanted in PREFILL:
+        yield f"prefill {name}", partial(_prefill, f"prefill {name}", lengths, wanted)
 
 
-def _prefill(name: str, lengths: Lengths, contiguous: bool, wanted: float) -> Timing:
-    attention = Attention.over(make_pages(lengths, LLAMA, contiguous=contiguous), Scores(0.09))
+def _prefill(name: str, lengths: Lengths, wanted: float, page: int = 1) -> Timing:
+    attention = Attention.over(make_pages(lengths, LLAMA, page=page), Scores(0.09))
     us = prefill_us(attention)
     rate = 4 * pairs(lengths) * 32 * 128 / us * 1e6
     ceiling, by = cudnn_rate(lengths)
@@ -163,8 +182,8 @@ def tune() -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
     for name, lengths, shape, stored, _ in DECODE[:5]:
         configs = FP8_CONFIGS if stored == FP8 else DECODE_CONFIGS
         yield f"decode {name}", partial(_tune_decode, lengths, shape, stored, configs)
-    for name, rows, contiguous, _ in PREFILL[:3]:
-        yield f"prefill {name}", partial(_tune_prefill, rows, contiguous)
+    for name, rows, _ in PREFILL[:3]:
+        yield f"prefill {name}", partial(_tune_prefill, rows)
 
 
 def _tune_decode(
@@ -179,8 +198,8 @@ def _tune_decode(
     return sorted(rows, key=lambda row: row["us"])
 
 
-def _tune_prefill(lengths: Lengths, contiguous: bool) -> list[dict[str, Any]]:
-    pages = make_pages(lengths, LLAMA, contiguous=contiguous)
+def _tune_prefill(lengths: Lengths) -> list[dict[str, Any]]:
+    pages = make_pages(lengths, LLAMA)
     rows = []
     for config in PREFILL_CONFIGS:
         attention = Attention.over(pages, Scores(0.09), block_m=config.block_m)

@@ -1,6 +1,6 @@
 """The kernels on a GPU in one bounded run: checks against their twins, timings against ceilings, launch choices.
 
-    python -m benchmarks.kernels_gpu [--seconds 90] [--parts check,time,tune] [--out FILE.json]
+    python -m benchmarks.kernels_gpu [--seconds 90] [--parts check,time,tune,pages] [--out FILE.json]
 
 Checks run in several processes, which also compile the kernels for the other parts; a case that fails, or takes its
 process with it, is reported and the rest goes on. What does not fit into --seconds is named. Exit code 1 if a check
@@ -30,7 +30,7 @@ def main() -> int:
     """Run; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=90.0)
-    parser.add_argument("--parts", default="check,time,tune")
+    parser.add_argument("--parts", default="check,time,tune,pages")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kernels_gpu.json")
     parser.add_argument("--shard", type=int, default=-1, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -46,7 +46,7 @@ def main() -> int:
         figures["checks"] = run_checks(args.seconds * share)
         bad = sum(not check["passed"] for check in figures["checks"])
     ratios: dict[str, float] = {}
-    if "time" in parts or "tune" in parts:
+    if parts != ["check"]:
         figures |= measure(parts, end)
         ratios = {timing["name"]: round(timing["share"], 3) for timing in figures.get("timings", [])}
     schema.write(
@@ -113,21 +113,23 @@ def run_checks(seconds: float) -> list[dict[str, Any]]:
 
 
 def measure(parts: list[str], end: float) -> dict[str, Any]:
-    """Timings and launch choices, while there is time."""
+    """Timings, launch choices and what pages are worth, while there is time."""
     import torch
 
     from benchmarks import kernel_timings as timings
 
     figures: dict[str, Any] = {}
     with torch.inference_mode():
+        copy = timings.copy_rate()
+        figures["copy_tb_s"] = copy / 1e12
+        print(f"copy {copy / 1e12:.2f} TB/s")
         if "time" in parts:
-            copy = timings.copy_rate()
-            figures["copy_tb_s"] = copy / 1e12
-            print(f"copy {copy / 1e12:.2f} TB/s")
             cases = [*timings.decode_cases(copy), *timings.prefill_cases()]
             figures["timings"] = [asdict(timing) for _, timing in _each(cases, end, _show_timing)]
         if "tune" in parts:
             figures["choices"] = dict(_each(timings.tune(), end, _show_choices))
+        if "pages" in parts:
+            figures["pages"] = [asdict(timing) for _, timing in _each(timings.page_cases(copy), end, _show_timing)]
     return figures
 
 
