@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from inferserve.attention.base import Bucket
 from inferserve.config.model_config import RopeConfig
 from inferserve.engine.compile_ahead import ModelLaunches, compile_only
+from inferserve.layers.quant import Fp8Scheme
 from inferserve.models.spec import DecoderSpec
 
 SHARED_MEMORY = 232_448
@@ -52,6 +53,8 @@ CASES: tuple[tuple[str, dict[str, Any], torch.dtype, torch.dtype | None], ...] =
     ("bf16", LLAMA, torch.bfloat16, None),
     ("fp8 KV", {}, torch.bfloat16, torch.float8_e4m3fn),
     ("int8 KV", {}, torch.bfloat16, torch.int8),
+    ("fp8 weights", {**LLAMA, "quant": Fp8Scheme(blocks=False)}, torch.bfloat16, None),
+    ("fp8 weight blocks", {**LLAMA, "quant": Fp8Scheme(blocks=True)}, torch.bfloat16, None),
     ("fp32, window", {"windows": (64,)}, torch.float32, None),
 )
 FORMS = {
@@ -61,9 +64,11 @@ FORMS = {
     "_join_kernel": 4,
     "_best_kernel": 2,
     "_piece_kernel": 2,
+    "_fp8_matmul_kernel": 6,
+    "_fp8_quant_kernel": 2,
 }
 """Most forms of a kernel within a case, if more than one: with and without a residual, by kinds of sampling,
-for few tokens."""
+for few tokens; products by the size of their tiles, and whether several programs add them up."""
 
 
 class Compiled:
