@@ -32,7 +32,7 @@ from inferserve.models.registry import load_model
 from inferserve.models.spec import CausalModel
 
 DOC = Path("/usr/share/doc")
-TEXTS = (DOC / "dpkg/spec/triggers.txt", DOC / "base-files/FAQ", DOC / "base-files/README")
+TEXTS = (DOC / "dpkg/spec/triggers.txt", DOC / "base-files/FAQ")
 """Of two packages that every Debian system has."""
 CPU = torch.device("cpu")
 
