@@ -88,7 +88,7 @@ class EnginePart:
     graph_split_batch_size: int = flag(4, "a decode graph for every number of rows up to this")
     graph_grow_step_size: int = flag(8, "beyond that, one for every multiple of this")
     prefill_cudagraph_max_handle_token: int = flag(
-        4096,
+        2048,
         "tokens of the largest graph for steps with prompt tokens; larger steps are launched without; 0 = no such graphs",
     )
     deterministic: bool = flag(

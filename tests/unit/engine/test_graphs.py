@@ -134,7 +134,7 @@ def test_what_is_captured() -> None:
     assert list(found) == sorted(found, reverse=True) and len(set(found)) == len(found)
     assert decode[::-1] == [1, 2, 3, 4, *range(8, 257, 8)]
     mixed = [b for b in found if b.chunks]
-    assert mixed[0] == Bucket(4096, 256, 256) and mixed[-1] == Bucket(16, 16, 16)
+    assert mixed[0] == Bucket(2048, 256, 256) and mixed[-1] == Bucket(16, 16, 16)
     assert all(b.tokens % 64 == 0 for b in mixed if b.tokens > 32)
     assert all(b.rows == b.tokens for b in found if not b.chunks)
 

@@ -57,7 +57,7 @@ def test_graphs_that_do_not_fit_name_every_way_out() -> None:
     told = memory.graphs_do_not_fit(config(mem_fraction=0.95), 5000, 49, 2**28)
     for flag in ("--mem-fraction 0.95", "--graph-max-batch-size 256", "--disable-cudagraph", "5000 tokens", "0.25 GiB"):
         assert flag in told
-    assert "--prefill-cudagraph-max-handle-token 4096" in told
+    assert "--prefill-cudagraph-max-handle-token 2048" in told
 
 
 def test_out_of_memory_names_flags_and_numbers() -> None:
