@@ -24,9 +24,11 @@ from tests.parity.tiny import BY_NAME, LONGEST, MODELS, VOCAB, Oracle, logits
 CPU = torch.device("cpu")
 
 
-def whole_logits(model: CausalModel, tokens: tuple[int, ...], chunk: int) -> torch.Tensor:
+def whole_logits(
+    model: CausalModel, tokens: tuple[int, ...], chunk: int, stored: torch.dtype | None = None
+) -> torch.Tensor:
     """Logits of every position: chunks in random places of the pool, one sampled token each call at the end."""
-    pool = KvPool(model.kv_shapes, 2 * LONGEST, torch.float32, CPU)
+    pool = KvPool(model.kv_shapes, 2 * LONGEST, torch.float32, CPU, stored)
     attention = ReferenceAttention(pool, CPU)
     places = np.random.default_rng(3).permutation(2 * LONGEST)[: len(tokens)].astype(np.int32)
     table = np.zeros((1, LONGEST), np.int32)
@@ -67,6 +69,20 @@ def test_logits(oracle: Callable[[str], Oracle], name: str, chunk: int) -> None:
     assert got.shape == (len(tokens), VOCAB)
     error = (got - wanted).abs().max() / wanted.abs().max()
     assert error < 1e-4, f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize(("stored", "limit"), [(torch.float8_e4m3fn, 0.1), (torch.int8, 0.025)], ids=str)
+@pytest.mark.parametrize("name", [tiny.name for tiny in MODELS if tiny.native])
+def test_logits_over_8_bits(oracle: Callable[[str], Oracle], name: str, stored: torch.dtype, limit: float) -> None:
+    """Rounding K and V moves the logits (of weights as wild as these, by more than a trained model's), and by about the
+    same however the prompt is cut: a number next to a half may be rounded the other way."""
+    truth = oracle(name)
+    model = load_model(server_config(truth.folder), torch.float32, CPU)
+    tokens = (truth.prompts[0] + truth.prompts[1] + truth.prompts[2])[:90]
+    wanted, got = logits(truth.model, tokens), whole_logits(model, tokens, 7, stored)
+    error = float((got - wanted).norm() / wanted.norm())
+    assert 1e-5 < error < limit, f"relative error {error:.1e}"
+    assert float((whole_logits(model, tokens, 1000, stored) - got).norm() / wanted.norm()) < error / 4
 
 
 def test_dynamic_rope_beyond_its_length(oracle: Callable[[str], Oracle]) -> None:
