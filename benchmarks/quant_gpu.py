@@ -255,7 +255,8 @@ def alternatives(bench: Bench, matrices: dict[str, Matrix]) -> None:
             bench.run(label, few_rows(matrix, SkinnyConfig(64, 128, 4, programs)), matrix, 1)
             bench.run(label, tiled(matrix, False, Fp8Tiles(16, 16, 64, True, 4, 4, programs)), matrix, 1)
         bench.run(label, few_rows(matrix, SkinnyConfig(64, 64, 6, 528)), matrix, 1)
-        bench.run(label, tiled(matrix, False, Fp8Tiles(16, 16, 64, True, 4, 6, 528)), matrix, 1)
+        for tiles in (Fp8Tiles(16, 16, 64, True, 4, 6, 528), Fp8Tiles(16, 16, 128, True, 8, 3, 396)):
+            bench.run(label, tiled(matrix, False, tiles), matrix, 1)
         bench.run(label, library(matrix, True), matrix, 16)
         bench.run(label, tiled(matrix, False, TILES[2]), matrix, 64)
         for rows in (64, 4096):
