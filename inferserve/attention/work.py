@@ -15,7 +15,7 @@ import numpy as np
 from inferserve.attention.base import Bucket, HostRows, Ints
 from inferserve.kernels.paged_kv import HEADER, ITEM
 
-LEAST_STRETCH = 256
+LEAST_STRETCH = 128
 """Keys of the shortest stretch a row is cut into: below it, starting an item costs more than it shares."""
 GRANULE = 64
 """Stretches are multiples of it: only a row's last tile of keys is not whole."""
@@ -23,6 +23,8 @@ ITEM_COST = 64
 """What starting an item takes, in keys read by one program meanwhile."""
 MOST_WAVES = 4
 """Rows are cut into at most as many stretches as fill the device this often."""
+LEAST_FIXED = 256
+"""The same when deterministic, where many rows are cut as if each were alone."""
 MOST_FIXED = 16
 """Most stretches of a row when deterministic."""
 SHORT_CHUNK = 8
@@ -177,7 +179,7 @@ class WorkLists:
 
     def _fixed_stretch(self, length: Ints) -> Ints:
         stretch = -(-length // (MOST_FIXED * GRANULE)) * GRANULE
-        return np.maximum(stretch, LEAST_STRETCH)
+        return np.maximum(stretch, LEAST_FIXED)
 
     def _most_items(self, rows: int) -> int:
         """Bound of `_decode_items` for up to `rows` rows: a cut of at least keys / (waves x wave) adds at most
