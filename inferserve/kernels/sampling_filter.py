@@ -86,15 +86,20 @@ def _narrow(
     # Each thread's entries are added up at once: one sum a thread and bound.
     within = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     while (upto - under > BLOCK) & (high - low > 1):
-        part = tl.maximum((high - low) // 4, 1)
-        # The first bounds are 2, 5 and 10; past the last, 1.5, 4 and 256 times as much; then quarters.
-        grown = high == _INFINITY
-        step_0 = tl.where(grown, tl.where(low < 0, 0x40000001, 0x00400000), part)
-        step_1 = tl.where(grown, tl.where(low < 0, 0x40A00001, 0x01000000), 2 * part)
-        step_2 = tl.where(grown, tl.where(low < 0, 0x41200001, 0x04000000), 3 * part)
-        bound_0 = low + tl.minimum(step_0, high - low)
-        bound_1 = low + tl.minimum(step_1, high - low)
-        bound_2 = low + tl.minimum(step_2, high - low)
+        # At least one bound lies strictly between low and high, so that every pass leaves less: quarters at the end.
+        gap = high - low
+        part = tl.maximum(gap // 4, 1)
+        step_0, step_1, step_2 = part, tl.minimum(2 * part, gap), tl.minimum(3 * part, gap)
+        if (low < 0) & (high == _INFINITY):
+            # 2, 5 and 10.
+            step_0, step_1, step_2 = low * 0 + 0x40000001, low * 0 + 0x40A00001, low * 0 + 0x41200001
+        elif (high == _INFINITY) & (gap > 0x04000000):
+            # 1.5, 4 and 256 times low.
+            step_0, step_1, step_2 = low * 0 + 0x00400000, low * 0 + 0x01000000, low * 0 + 0x04000000
+        elif (low < 0) & (gap > 0x02000000):
+            # An eighth, a half and three quarters of high.
+            step_0, step_1, step_2 = gap - 0x01800000, gap - 0x00800000, gap - 0x00400000
+        bound_0, bound_1, bound_2 = low + step_0, low + step_1, low + step_2
         count_0 = tl.zeros((BLOCK // 8,), tl.int32)
         count_1 = tl.zeros((BLOCK // 8,), tl.int32)
         count_2 = tl.zeros((BLOCK // 8,), tl.int32)
