@@ -24,9 +24,6 @@ from inferserve.kernels.prefill_attention import prefill_attention
 from inferserve.kernels.rope_write import PackedHeads, Rotation, rope_write
 from inferserve.kv.pool import KvPool, KvShape
 
-_ROUNDS = 4
-"""Most decode programs of a launch, in those that run at once: items beyond share them, and few are idle in a step that
-is smaller than its bucket."""
 _INTERPRETER_MULTIPROCESSORS = 8
 
 
@@ -38,13 +35,13 @@ class ListPlan:
         work: int32 [capacity.size].
         capacity: what launches are sized to.
         space: for the partial results of its decode items.
-        tile_programs: to launch for the tiles.
+        programs: to launch for the decode items, and for the tiles.
     """
 
     work: Tensor
     capacity: Capacity
     space: DecodeSpace
-    tile_programs: int
+    programs: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -115,8 +112,7 @@ class TritonAttention:
     def _part(self, batch: AttentionBatch, index: int, start: int, capacity: Capacity) -> ListPlan:
         assert batch.work is not None
         lists, work = self._lists[index], batch.work[start : start + capacity.size]
-        programs = lists.tile_programs(batch.bucket) if batch.bucket else capacity.tiles * lists.shape.kv_heads
-        return ListPlan(work, capacity, self._space(index, capacity.items), programs)
+        return ListPlan(work, capacity, self._space(index, capacity.items), lists.programs(batch.bucket, capacity))
 
     def forward(self, spec: LayerSpec, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
@@ -144,8 +140,7 @@ class TritonAttention:
             return self._attend_dense(spec, plan.dense[0], q)
         out = torch.empty((*q.shape[:2], shape.value_dim), dtype=q.dtype, device=q.device)
         items, tiles = part.capacity
-        most = _ROUNDS * self._slots
-        decode_attention(q, kv, table, part.work, out, part.space, scores, items=items, programs=most)
+        decode_attention(q, kv, table, part.work, out, part.space, scores, items=items, programs=part.programs[0])
         prefill_attention(
             q,
             kv,
@@ -155,7 +150,7 @@ class TritonAttention:
             scores,
             first_tile=HEADER + ITEM * items,
             tiles=tiles,
-            programs=part.tile_programs,
+            programs=part.programs[1],
             config=self._prefill[spec.layer],
         )
         for chunk in plan.dense:

@@ -91,11 +91,15 @@ class WorkLists:
         items = self._most_items(min(bucket.rows + bucket.chunks * (SHORT_CHUNK - 1), bucket.tokens))
         return Capacity(items, tiles + min(bucket.chunks, bucket.tokens // (SHORT_CHUNK + 1)))
 
-    def tile_programs(self, bucket: Bucket) -> int:
-        """Programs to launch for the tiles of a captured step: all that a few chunks need. More chunks have more tiles,
-        which then share programs."""
+    def programs(self, bucket: Bucket | None, capacity: Capacity) -> tuple[int, int]:
+        """Programs to launch for the decode items and the tiles of a step. Where a step has more than these, they share
+        them; where a captured step has fewer, the others end at once, but that too takes time."""
+        heads, slots = self.shape.kv_heads, self.shape.slots
+        if bucket is None:
+            return min(capacity.items * heads, MOST_WAVES * slots), capacity.tiles * heads
+        items = min(capacity.items * heads, MOST_WAVES * slots, max(slots, 2 * bucket.rows * heads))
         tiles = bucket.tokens * self.shape.group // self.shape.tile + FEW_CHUNKS
-        return min(tiles, self.capacity(bucket).tiles) * self.shape.kv_heads
+        return items, min(tiles, capacity.tiles) * heads
 
     def make(self, rows: HostRows, bucket: Bucket | None) -> Ints:
         """The list of a step, sized for `bucket`, or for the step if there is none."""
