@@ -6,6 +6,8 @@ depends on the size of a step alone. Long chunks of steps that are not captured 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -66,6 +68,7 @@ class TritonAttention:
         multiprocessors = (
             torch.cuda.get_device_properties(device).multi_processor_count if cuda else _INTERPRETER_MULTIPROCESSORS
         )
+        self._side = torch.cuda.Stream(device, priority=-1) if cuda else None
         self._slots = multiprocessors * DECODE_PROGRAMS_PER_SM
         self._prefill = [self._prefill_config(shape) for shape in pool.shapes]
         self._shapes = [
@@ -140,22 +143,40 @@ class TritonAttention:
             return self._attend_dense(spec, plan.dense[0], q)
         out = torch.empty((*q.shape[:2], shape.value_dim), dtype=q.dtype, device=q.device)
         items, tiles = part.capacity
-        decode_attention(q, kv, table, part.work, out, part.space, scores, items=items, programs=part.programs[0])
-        prefill_attention(
-            q,
-            kv,
-            table,
-            part.work,
-            out,
-            scores,
-            first_tile=HEADER + ITEM * items,
-            tiles=tiles,
-            programs=part.programs[1],
-            config=self._prefill[spec.layer],
-        )
+        with self._beside(plan.batch.bucket is not None and items > 0 and tiles > 0) as side:
+            with side:
+                prefill_attention(
+                    q,
+                    kv,
+                    table,
+                    part.work,
+                    out,
+                    scores,
+                    first_tile=HEADER + ITEM * items,
+                    tiles=tiles,
+                    programs=part.programs[1],
+                    config=self._prefill[spec.layer],
+                )
+            decode_attention(q, kv, table, part.work, out, part.space, scores, items=items, programs=part.programs[0])
         for chunk in plan.dense:
             out[chunk.first : chunk.first + chunk.queries] = self._attend_dense(spec, chunk, q)
         return out
+
+    @contextmanager
+    def _beside(self, wanted: bool) -> Iterator[AbstractContextManager[object]]:
+        """Gives what puts launches on a stream of their own, beside those that follow; both are done at the end.
+
+        Tiles are bound by arithmetic, decode items by memory. Tiles go first: few of them fill few multiprocessors, and
+        the others read as fast as all.
+        """
+        side = self._side
+        if not wanted or side is None:
+            yield nullcontext()
+            return
+        main = torch.cuda.current_stream(side.device)
+        side.wait_stream(main)
+        yield torch.cuda.stream(side)
+        main.wait_stream(side)
 
     def _attend_dense(self, spec: LayerSpec, chunk: DenseChunk, q: Tensor) -> Tensor:
         assert self._dense is not None and not spec.window and not spec.softcap
