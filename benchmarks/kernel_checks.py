@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernel_inputs import BF16, DEVICE, Attention, Pages, make_pages, poison, ragged, random
-from inferserve.attention.base import AttentionBatch, Bucket, HostRows, LayerSpec
+from benchmarks.kernel_inputs import BF16, DEVICE, Attention, make_pages, poison, ragged, random, step_batch
+from inferserve.attention.base import Bucket, HostRows, LayerSpec
 from inferserve.attention.reference import ReferenceAttention
 from inferserve.attention.triton import TritonAttention
 from inferserve.kernels import activation, argmax, norm, rope_write
@@ -88,34 +88,12 @@ def _alone() -> float:
     return 0.0
 
 
-def _batch(pages: Pages, tokens: int, attention: TritonAttention, bucket: Bucket | None) -> AttentionBatch:
-    rows = pages.rows
-    work = attention.work(rows, bucket)
-    none = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    return AttentionBatch(
-        rows=none,
-        num_decode=0,
-        query_start=none,
-        kv_len=none,
-        positions=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
-        kv_index=torch.full((tokens,), pages.pool.spare, dtype=torch.int64, device=DEVICE),
-        table=pages.table,
-        max_query_len=0,
-        max_kv_len=0,
-        query_len_host=rows.query_len,
-        kv_len_host=rows.kv_len,
-        work=torch.from_numpy(work).to(DEVICE),
-        work_host=None if bucket else work,
-        bucket=bucket,
-    )
-
-
 def _captured() -> float:
     """One graph, replayed with the work lists of other steps."""
     lengths = [*ragged(60, 1, 3000), (1, 9000), (200, 200), (150, 5000), (5, 70)]
     pages = make_pages(lengths, KvShape(8, 128, group=4))
     attention, bucket = TritonAttention(pages.pool), Bucket(448, 72, 6)
-    batch = _batch(pages, bucket.tokens, attention, bucket)
+    batch = step_batch(pages, bucket.tokens, attention, bucket)
     q, kv = random(bucket.tokens, 32, 128), random(bucket.tokens, 8, 128)
     attention.forward(LayerSpec(0, 0.09), attention.plan(batch), q, kv, kv)
     graph = torch.cuda.CUDAGraph()
@@ -146,7 +124,7 @@ def _backend(stored: torch.dtype) -> float:
     owners = zip(rows.rows.tolist(), rows.query_len.tolist(), rows.kv_len.tolist(), strict=True)
     index = torch.cat([pages.table[row, n - m : n] for row, m, n in owners]).long()
     triton, reference = TritonAttention(pages.pool), ReferenceAttention(pages.pool, DEVICE)
-    batch = _batch(pages, tokens, triton, None)
+    batch = step_batch(pages, tokens, triton, None)
     full = replace(
         batch,
         rows=torch.from_numpy(rows.rows).to(DEVICE),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from inferserve.attention.base import HostRows, Ints
+from inferserve.attention.base import AttentionBatch, Bucket, HostRows, Ints
+from inferserve.attention.triton import TritonAttention
 from inferserve.attention.work import WorkLists, WorkShape
 from inferserve.kernels import decode_attention, prefill_attention
 from inferserve.kernels.decode_attention import DecodeSpace
@@ -183,6 +184,29 @@ class Attention:
         self.out.fill_(torch.nan)
         self.decode(twin=twin)
         return self.prefill(twin=twin).clone()
+
+
+def step_batch(pages: Pages, tokens: int, attention: TritonAttention, bucket: Bucket | None) -> AttentionBatch:
+    """The pages as a step, captured in `bucket` if there is one; its own K and V go to the spare place."""
+    rows = pages.rows
+    work = attention.work(rows, bucket)
+    none = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    return AttentionBatch(
+        rows=none,
+        num_decode=0,
+        query_start=none,
+        kv_len=none,
+        positions=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
+        kv_index=torch.full((tokens,), pages.pool.spare, dtype=torch.int64, device=DEVICE),
+        table=pages.table,
+        max_query_len=0,
+        max_kv_len=0,
+        query_len_host=rows.query_len,
+        kv_len_host=rows.kv_len,
+        work=torch.from_numpy(work).to(DEVICE),
+        work_host=None if bucket else work,
+        bucket=bucket,
+    )
 
 
 def multiprocessors() -> int:

@@ -16,7 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from triton.testing import do_bench, do_bench_cudagraph
 
-from benchmarks.kernel_inputs import BF16, DEVICE, Attention, Lengths, make_pages, ragged, random
+from benchmarks.kernel_inputs import BF16, DEVICE, Attention, Lengths, make_pages, ragged, random, step_batch
+from inferserve.attention.base import Bucket, LayerSpec
+from inferserve.attention.triton import TritonAttention
 from inferserve.kernels.launch_config import DecodeConfig, PrefillConfig
 from inferserve.kernels.paged_kv import Scores
 from inferserve.kv.pool import KvShape
@@ -128,6 +130,30 @@ def decode_cases(copy: float) -> Iterator[tuple[str, Callable[[], Timing]]]:
     """Of DECODE."""
     for name, lengths, shape, stored, wanted in DECODE:
         yield f"decode {name}", partial(_decode, f"decode {name}", lengths, shape, stored, wanted, copy)
+
+
+def mixed_case(copy: float) -> tuple[str, Callable[[], Timing]]:
+    """A captured step of decode rows and a chunk, with the writing of its K and V: what running both at once saves."""
+    name = "decode 64 x 1.2k beside 256 over 1k"
+    return name, partial(_mixed, name, copy)
+
+
+def _mixed(name: str, copy: float) -> Timing:
+    pages = make_pages([*[(1, 1200)] * 64, (256, 1280)], LLAMA, layers=2)
+    backend, bucket = TritonAttention(pages.pool), Bucket(320, 256, 256)
+    batch = step_batch(pages, bucket.tokens, backend, bucket)
+    q, kv = random(bucket.tokens, 32, 128), random(bucket.tokens, 8, 128)
+
+    def run() -> None:
+        plan = backend.plan(batch)
+        for layer in range(2):
+            backend.forward(LayerSpec(layer, 0.09), plan, q, kv, kv)
+
+    run()
+    torch.cuda.synchronize()
+    us = float(do_bench_cudagraph(run, rep=30, return_mode="median")) * 1e3 / 2
+    rate = 64 * 1200 * LLAMA.bytes_per_token(BF16) / us * 1e6
+    return Timing(name, us, rate / 1e12, copy / 1e12, rate / copy, 0.0)
 
 
 def page_cases(copy: float) -> Iterator[tuple[str, Callable[[], Timing]]]:

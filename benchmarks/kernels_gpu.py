@@ -124,7 +124,7 @@ def measure(parts: list[str], end: float) -> dict[str, Any]:
         figures["copy_tb_s"] = copy / 1e12
         print(f"copy {copy / 1e12:.2f} TB/s")
         if "time" in parts:
-            cases = [*timings.decode_cases(copy), *timings.prefill_cases()]
+            cases = [*timings.decode_cases(copy), *timings.prefill_cases(), timings.mixed_case(copy)]
             figures["timings"] = [asdict(timing) for _, timing in _each(cases, end, _show_timing)]
         if "tune" in parts:
             figures["choices"] = dict(_each(timings.tune(), end, _show_choices))
