@@ -31,6 +31,7 @@ from inferserve.layers.quant import Fp8Scheme
 BF16 = torch.bfloat16
 DEVICE = torch.device("cuda")
 MATRICES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+HEAD = (128256, 4096)
 LAYERS = 32
 TOLERANCE = 2e-2
 """Largest ||out - twin|| / ||twin||: roundings to bf16, and the matrix unit's short sums where cuBLAS adds them up."""
@@ -51,13 +52,13 @@ class Matrix:
     block: list[Linear] = field(default_factory=list)
 
     @staticmethod
-    def drawn(outputs: int, inputs: int) -> Matrix:
+    def drawn(outputs: int, inputs: int, quantise: bool = True) -> Matrix:
         """Fresh random numbers."""
         matrix = Matrix(outputs, inputs)
         for _ in range(max(2, round(_COLD / (outputs * inputs)))):
             weight = torch.randn((outputs, inputs), device=DEVICE, dtype=BF16) * inputs**-0.5
             matrix.plain.append(weight)
-            for blocks, layers in ((False, matrix.channel), (True, matrix.block)):
+            for blocks, layers in ((False, matrix.channel), (True, matrix.block)) if quantise else ():
                 with DEVICE:
                     layers.append(Linear(inputs, outputs, quant=Fp8Scheme(blocks)))
                 layers[-1].slots(0)["weight"].copy_(weight)
@@ -248,7 +249,11 @@ def layers(bench: Bench, matrices: dict[str, Matrix], rows: int) -> Json:
 
 
 def alternatives(bench: Bench, matrices: dict[str, Matrix]) -> None:
-    """Other launches of the same products, to choose from."""
+    """The head, which stays bf16, and other launches of the same products, to choose from."""
+    head = Matrix.drawn(*HEAD, quantise=False)
+    for rows in (1, 8):
+        for way in (bf16, partial(few_rows, config=SkinnyConfig(64, 128, 4, 528))):
+            bench.run("head", way(head), head, rows)
     for label in ("out", "gate_up", "qkv", "down"):
         matrix = matrices[label]
         for programs in (264, 396, 1056):
