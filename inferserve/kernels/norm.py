@@ -22,7 +22,7 @@ class NormConfig:
     warps: int
 
 
-def norm_config(width: int) -> NormConfig:
+def _config_of(width: int) -> NormConfig:
     """By the width alone: the sum of a row's squares is formed in the same order whatever rows are beside it."""
     block = next_power_of_2(width)
     return NormConfig(max(1, 256 // block), min(16, max(1, block // 512)))
@@ -72,7 +72,7 @@ def _launch(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     new_residual = out if residual is None else torch.empty_like(out)
     if rows:
-        config = config or norm_config(width)
+        config = config or _config_of(width)
         _rms_norm_kernel[(triton.cdiv(rows, config.rows),)](
             flat,
             x if residual is None else residual.contiguous(),
