@@ -24,13 +24,14 @@ def head_scale(peak: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
 @triton.jit
 def encode(value: tl.tensor, scale: tl.tensor, to: tl.constexpr, LARGEST: tl.constexpr) -> tl.tensor:
     """float32 `value` in the pool's format; with LARGEST = 0 `scale` is not looked at."""
-    if LARGEST == 0:
-        return value.to(to)
-    scaled = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
-    if LARGEST == 127:
-        # Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even, as torch does.
-        return ((scaled + 12582912.0) - 12582912.0).to(to)
-    return scaled.to(to)
+    # No early return: the compiler would still look at what follows it, and `scale` may have another shape then.
+    number = value
+    if LARGEST > 0:
+        number = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
+        if LARGEST == 127:
+            # Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even, as torch does.
+            number = (number + 12582912.0) - 12582912.0
+    return number.to(to)
 
 
 @triton.jit

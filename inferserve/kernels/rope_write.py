@@ -112,8 +112,8 @@ def _store_heads(
     tl.store(base + HALF + col[None, :], encode(second, scale, to, LARGEST), mask=live)
     if 2 * HALF < DIM:
         tail = 2 * HALF + tl.arange(0, REST_BLOCK)
-        live = (head < HEADS)[:, None] & (tail < DIM)[None, :]
-        tl.store(base + tail[None, :], encode(rest, scale, to, LARGEST), mask=live)
+        real = (head < HEADS)[:, None] & (tail < DIM)[None, :]
+        tl.store(base + tail[None, :], encode(rest, scale, to, LARGEST), mask=real)
 
 
 # The indexes lie anywhere in one upload of many arrays.

@@ -56,6 +56,8 @@ CASES: tuple[tuple[str, dict[str, Any], torch.dtype, torch.dtype | None], ...] =
     ("fp8 weights", {**LLAMA, "quant": Fp8Scheme(blocks=False)}, torch.bfloat16, None),
     ("fp8 weight blocks", {**LLAMA, "quant": Fp8Scheme(blocks=True)}, torch.bfloat16, None),
     ("fp32, window", {"windows": (64,)}, torch.float32, None),
+    ("partial rotary", {"head_dim": 80, "rope": RopeConfig(partial=0.4)}, torch.bfloat16, None),
+    ("partial, fp8 KV", {"head_dim": 256, "rope": RopeConfig(partial=0.25)}, torch.bfloat16, torch.float8_e4m3fn),
 )
 FORMS = {
     "_rms_norm_kernel": 2,
