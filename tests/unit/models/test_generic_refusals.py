@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
 
 
 def build(folder: Path, config: Any, max_len: int = 64) -> generic.GenericModel:
+    torch.manual_seed(1)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return generic.build(folder, "", torch.float32, torch.device("cpu"), max_len=max_len, trust_remote_code=False)
 
