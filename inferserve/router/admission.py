@@ -22,8 +22,10 @@ Bools = NDArray[np.bool_]
 
 END_LAG = 2
 """Steps between a row's last token and the moment its KV is free: the engine computes one step ahead."""
-PREFILL_STEPS = 2
-"""How many steps' worth of first chunks may be handed to the engine before they start."""
+PREFILL_STEPS = 32
+"""How many steps' worth of first chunks may be handed to the engine before they start: it paces prompts by their number."""
+PREFILL_STEPS_IN_FULL = 2
+"""The same where no row may ever be paused: one that starts later than the others holds its KV longer than foreseen."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,10 @@ class AdmissionRound:
         return self._used >= self._limits.token_ratio * self._limits.kv_tokens
 
     def _starts_soon(self, candidate: Candidate) -> bool:
-        """Whether its first chunk comes up within PREFILL_STEPS; if nothing else is starting, it does."""
+        """Whether its first chunk comes up soon enough; if nothing else is starting, it does."""
         tokens = self._first_tokens + candidate.first_tokens
-        return not self._starting or tokens <= PREFILL_STEPS * self._limits.batch_max_tokens
+        steps = PREFILL_STEPS_IN_FULL if self._in_full else PREFILL_STEPS
+        return not self._starting or tokens <= steps * self._limits.batch_max_tokens
 
     def _length(self, candidate: Candidate) -> int:
         """Output tokens to reserve for each of its rows."""
