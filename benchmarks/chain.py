@@ -3,7 +3,8 @@
 `python -m benchmarks.chain` starts the real server (one http worker, fake engine) and the raw app, and lets the same
 client read 64 streams from one and the other in turn, at the same pace. User + system time of every server process is
 read from /proc around each run. Also checked: one event for each token, and how long after the engine's commit (its
-`last_token_ns` in the slot table) the server sent the event, and the client read it.
+`last_token_ns` in the slot table) the server sent the event, and the client read it. How long after the first event of a
+tick the raw app sent the others says what this machine does to a process that has nothing else to do.
 """
 
 from __future__ import annotations
@@ -99,6 +100,16 @@ def check_events(streams: list[Stream], tokens: int) -> Delays:
     return delays
 
 
+def raw_delays(streams: list[Stream], tick_ms: float) -> list[float]:
+    """Milliseconds from the first event of a tick to each event of it, as the raw app sent them."""
+    sent = sorted(a.sent_ns for stream in streams for a, _ in stream.events())
+    delays, first = [], sent[0]
+    for before, at in zip([sent[0], *sent], sent, strict=False):
+        first = at if at - before > tick_ms / 2 * 1e6 else first
+        delays.append((at - first) / 1e6)
+    return delays
+
+
 def run_once(
     target: Server | RawApp, port: int, requests: list[bytes], observe: Callable[[], int], tokens: int
 ) -> tuple[dict[str, float], list[Stream], float]:
@@ -118,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     flags += ["--model-dir", args.model_dir] if args.model_dir else []
     chain: list[dict[str, float]] = []
     raw: list[float] = []
-    delays = Delays([], [])
+    delays, spread = Delays([], []), list[float]()
     pace: list[float] = []
     with Server(*flags) as server, RawApp(args.step_ms) as app:
         observe = commit_clock(server)
@@ -135,8 +146,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 raw.append(yardstick["raw"])
                 delays.sent.extend(late.sent)
                 delays.read.extend(late.read)
+                spread += raw_delays(raw_streams, args.step_ms)
                 pace.append(seconds / args.tokens * 1e3)
-    return summary(chain, raw, delays, pace, args)
+    result = summary(chain, raw, delays, pace, args)
+    result["raw_event_after_first_of_tick_ms"] = _quantiles(spread)
+    return result
 
 
 def summary(
