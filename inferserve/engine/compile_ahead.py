@@ -83,6 +83,7 @@ class ModelLaunches:
     def _model(self) -> Decoder:
         """One layer of each window."""
         windows = tuple(dict.fromkeys(self.spec.windows))
+        windows += windows[-1:] if self.spec.quant else ()  # whose last layer is not quantised as a whole
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:

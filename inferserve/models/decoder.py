@@ -35,12 +35,12 @@ class DecoderLayer(nn.Module):
             qkv_bias=spec.qkv_bias,
             o_bias=spec.o_bias,
             qk_norm_eps=spec.norm_eps if spec.qk_norm else 0.0,
-            quant=spec.quant,
+            quant=spec.layer_quant(index),
         )
         self.attention_norm = RmsNorm(spec.size, spec.norm_eps)
         self.attention = Attention(shape, LayerSpec(index, spec.head_dim**-0.5, spec.windows[index]), ranks)
         self.mlp_norm = RmsNorm(spec.size, spec.norm_eps)
-        self.mlp = GatedMlp(spec.size, spec.inner, spec.mlp_bias, spec.quant, ranks)
+        self.mlp = GatedMlp(spec.size, spec.inner, spec.mlp_bias, spec.layer_quant(index), ranks)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, ctx: ForwardContext

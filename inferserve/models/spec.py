@@ -70,6 +70,13 @@ class DecoderSpec:
             tied=config.tie_word_embeddings,
         )
 
+    def layer_quant(self, layer: int) -> Fp8Scheme | None:
+        """Of the matrices of a layer. The last layer stays float when weights are quantised at load.
+
+        Nothing after it evens errors out: its last matrix alone can cost SmolLM2 as much perplexity as all others.
+        """
+        return None if self.quant and not self.quant.leaf and layer == self.layers - 1 else self.quant
+
     def share(self, ranks: int) -> DecoderSpec:
         """What each of `ranks` holds of the layers: heads and the MLP divided, KV heads too or at least one. `vocab` stays.
 

@@ -220,8 +220,8 @@ def test_quantised_at_load(tmp_path: Path, blocks: bool) -> None:
         )
 
     for rank, model in enumerate(side_by_side(2, loaded)):
-        down = model.layers[1].mlp.down.quantised
-        wanted = whole[f"{LAYER}mlp.down_proj.weight"].chunk(2, 1)[rank]
-        assert down is not None and down.values.shape == wanted.shape
-        restored = down.values.float() * down.scales
+        out = model.layers[0].attention.out.quantised
+        wanted = whole["model.layers.0.self_attn.o_proj.weight"].chunk(2, 1)[rank]
+        assert out is not None and out.values.shape == wanted.shape
+        restored = out.values.float() * out.scales
         assert (restored - wanted).abs().max() < 0.07 * wanted.abs().max()
