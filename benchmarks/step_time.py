@@ -150,7 +150,8 @@ def start(shape: str, device: str, quant_type: str = "none", kv_type: str = "aut
                 scale.fill_(0.01)
     head = model.vocab_size * model.hidden_size
     layers = weight_count(model) - (1 if model.tie_word_embeddings else 2) * head
-    weights = head * pool.dtype.itemsize + layers * (pool.dtype.itemsize if quant_type == "none" else 1)
+    quantised = 0 if quant_type == "none" else layers * (model.num_layers - 1) // model.num_layers
+    weights = (head + layers - quantised) * pool.dtype.itemsize + quantised
     return Engine(backend, facts.kv_tokens, weights, KvPool.bytes_per_token(pool.shapes, pool.k[0].dtype)), seconds
 
 
