@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from inferserve.kernels.fp8_quant import GROUP, LARGEST, SMALLEST, fp8_dequant_ref, fp8_quant_ref
-from inferserve.kernels.skinny_matmul import _sum_over_splits
+from inferserve.kernels.skinny_matmul import sum_over_splits
 
 QUANTISED_INSIDE = 16
 """Most tokens that may come unquantised."""
@@ -115,13 +115,14 @@ def _fp8_matmul_kernel(
             total += part * (token_scale[None, :] if SWAP else token_scale[:, None])
         else:
             total = tl.dot(w, tl.trans(value), total) if SWAP else tl.dot(value, tl.trans(w), total)
+    # A prompt that is not cut times a wide matrix has more than 2^31 results.
     if SWAP:
-        offset = row[None, :] * n + col[:, None]
+        offset = row.to(tl.int64)[None, :] * n + col[:, None]
         live = (row < rows)[None, :] & (col < n)[:, None]
     else:
-        offset = row[:, None] * n + col[None, :]
+        offset = row.to(tl.int64)[:, None] * n + col[None, :]
         live = (row < rows)[:, None] & (col < n)[None, :]
-    total, last = _sum_over_splits(total, partial, counters, tile, split, offset, live, rows * n, splits, SPLIT)
+    total, last = sum_over_splits(total, partial, counters, tile, split, offset, live, rows * n, splits, SPLIT)
     if last:
         if not TOKEN_GROUPS:
             token_scale = tl.load(x_scale + row, mask=row < rows, other=0.0)
@@ -132,7 +133,7 @@ def _fp8_matmul_kernel(
         if BIAS:
             added = tl.load(bias + col, mask=col < n, other=0.0).to(tl.float32)
             total += added[:, None] if SWAP else added[None, :]
-        tl.store(out + offset.to(tl.int64), total.to(out.dtype.element_ty), mask=live)
+        tl.store(out + offset, total.to(out.dtype.element_ty), mask=live)
 
 
 def fp8_matmul(

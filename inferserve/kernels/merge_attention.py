@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inferserve.kernels.launch_config import next_power_of_2
+
 _TOKENS = 16
 
 
@@ -63,7 +65,7 @@ def merge_attention(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, pa
         part.stride(0),
         part_lse.stride(0),
         D=dim,
-        D_BLOCK=triton.next_power_of_2(dim),
+        D_BLOCK=next_power_of_2(dim),
         TOKENS=_TOKENS,
         num_warps=4,
     )

@@ -32,7 +32,7 @@ CONFIG = SkinnyConfig(block_n=64, block_k=128, stages=4, programs=528)
 
 
 @triton.jit
-def _sum_over_splits(
+def sum_over_splits(
     total: tl.tensor,
     partial: tl.tensor,
     counters: tl.tensor,
@@ -100,7 +100,7 @@ def _skinny_matmul_kernel(
         total = tl.dot(w, tl.trans(value), total, input_precision="ieee")
     offset = row[None, :] * n + col[:, None]
     live = (row < rows)[None, :] & (col < n)[:, None]
-    total, last = _sum_over_splits(total, partial, counters, tile, split, offset, live, rows * n, splits, SPLIT)
+    total, last = sum_over_splits(total, partial, counters, tile, split, offset, live, rows * n, splits, SPLIT)
     if last:
         if BIAS:
             total += tl.load(bias + col, mask=col < n, other=0.0).to(tl.float32)[:, None]
