@@ -90,8 +90,9 @@ class Pace:
 
     def observe(self, step: StepCost, milliseconds: float) -> None:
         """A step took this long."""
-        if self._model is not None:
-            ratio = milliseconds / self._model.milliseconds(step)
+        # A fit to few times may find a step for nothing.
+        if self._model is not None and (predicted := self._model.milliseconds(step)) > 0:
+            ratio = milliseconds / predicted
             self._factor += _LEARNING * (min(max(ratio, 1 / _BOUND), _BOUND) - self._factor)
 
     def _time(self, step: StepCost) -> float:

@@ -48,6 +48,13 @@ def test_without_a_model_budgets_are_fixed() -> None:
     assert pace.factor == 1.0
 
 
+def test_a_step_that_the_model_gives_for_nothing_teaches_nothing() -> None:
+    of_kv = CostModel((0.0, 0.0, 0.0, 0.0, 0.0, 1e-3, 0.0, 0.0))
+    pace = Pace(LIMITS, of_kv, Target(ratio=1.35))
+    pace.observe(StepCost(64, 0, 100.0, 0), 3.0)
+    assert pace.factor == 1.0
+
+
 def test_prompts_alone_get_all_there_is(model: CostModel) -> None:
     rows, length = running(0, 0, (FILLING, 0, 9000))
     assert Pace(LIMITS, model, Target(ratio=1.35)).budget(rows, length) == LIMITS
