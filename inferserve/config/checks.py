@@ -123,7 +123,9 @@ def _deterministic(config: ServerConfig) -> list[str]:
         return []
     reasons = {
         "--device cpu: matrix products on a CPU depend on the number of rows": engine.device == "cpu",
-        "--attention-backend reference: it groups sequences by length": engine.attention_backend == "reference",
+        "--attention-backend reference: it groups sequences by length": (
+            engine.attention_backend == "reference" and engine.device != "cpu"
+        ),
         "--model-backend transformers: its layers are not ours": engine.model_backend == "transformers",
         f"--quant-type {config.model.quant_type}: fp8 products depend on the number of rows": (
             config.model.quant_type != "none"
@@ -136,8 +138,9 @@ def _deterministic(config: ServerConfig) -> list[str]:
 
 def _schedule(config: ServerConfig) -> list[str]:
     schedule, problems = config.schedule, []
-    if 0 < schedule.target_step_ratio < 1:
-        problems.append(f"--target-step-ratio {schedule.target_step_ratio:g}: must be 0 or at least 1")
+    ratio = schedule.target_step_ratio
+    if -1 < ratio < 1 and ratio:
+        problems.append(f"--target-step-ratio {ratio:g}: must be 0 or at least 1")
     if schedule.target_step_ms and schedule.target_step_ratio > 0:
         problems.append("--target-step-ms contradicts --target-step-ratio")
     batch, chunk, longest = schedule.batch_max_tokens, schedule.chunked_prefill_size, config.model.max_req_total_len
@@ -165,10 +168,6 @@ def check_tp(config: ServerConfig, model: ModelConfig) -> list[str]:
         problems.append(f"--tp {tp} contradicts --model-backend transformers, which holds a model in one process")
     if config.parallel.all_reduce == "symmetric" and config.engine.device == "cpu":
         problems.append("--all-reduce symmetric contradicts --device cpu: it is for GPUs that read each other's memory")
-    if tp > 2 and config.engine.deterministic:
-        problems.append(
-            f"--deterministic with --tp {tp}: the order in which more than two shares are added up may vary"
-        )
     return problems
 
 
