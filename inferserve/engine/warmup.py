@@ -95,7 +95,9 @@ def phases(backend: EngineBackend, table: Ints, extent: Extent) -> Iterator[str]
     yield "largest steps"
     decode, chunks = _largest_mix(extent)
     alone = min(every, extent.tokens)
-    steps = [step(table, extent.length, decode, chunks), step(table, extent.length, alone, ())]
+    # Attention of a long chunk may gather all that is before it.
+    before = extent.length - chunks[0]
+    steps = [step(table, extent.length, decode, chunks, before), step(table, extent.length, alone, ())]
     _run(backend, (_EVERYTHING,) * every, max(0, extent.length - 1 - len(steps)), steps)
 
 
@@ -118,28 +120,31 @@ def _largest_mix(extent: Extent) -> tuple[int, tuple[int, ...]]:
     return decode, tuple(left // prefill + (i < left % prefill) for i in range(prefill))
 
 
-def step(table: Ints, length: int, decode: int, chunks: Sequence[int]) -> StepBatch:
-    """Rows [0, decode) compute their `length`-th token, then one row for each chunk its first tokens; all sample.
+def step(table: Ints, length: int, decode: int, chunks: Sequence[int], before: int = 0) -> StepBatch:
+    """Rows [0, decode) compute their `length`-th token, then one row for each chunk its first tokens, the first of them
+    those behind `before` others, fewer than `length`; all sample.
 
-    The contexts of the decode rows share their places; `length + decode + sum(chunks)` places are enough.
+    Contexts share their places; `length + decode + sum(chunks)` places are enough.
     """
     rows = np.arange(decode + len(chunks), dtype=np.int32)
     query_len = np.array([1] * decode + list(chunks), np.int32)
-    positions = np.concatenate([np.full(decode, length - 1), *(np.arange(chunk) for chunk in chunks)]).astype(np.int32)
+    prefix = np.array([length - 1] * decode + [before] * (len(chunks) > 0) + [0] * (len(chunks) - 1), np.int32)
+    positions = np.concatenate([np.arange(p, p + n, dtype=np.int32) for p, n in zip(prefix, query_len, strict=True)])
     kv_index = np.arange(length - 1, length - 1 + len(positions), dtype=np.int32)
-    table[:decode, : length - 1] = np.arange(length - 1, dtype=np.int32)
+    for row in rows:
+        table[row, : prefix[row]] = np.arange(prefix[row], dtype=np.int32)
     table[np.repeat(rows, query_len), positions] = kv_index
     return StepBatch(
         step=0,
         rows=rows,
         num_decode=decode,
         query_len=query_len,
-        kv_len=np.array([length] * decode + list(chunks), np.int32),
+        kv_len=prefix + query_len,
         token_ids=np.array([FROM_DEVICE] * decode + [TOKEN] * sum(chunks), np.int32),
         positions=positions,
         kv_index=kv_index,
         table=table,
-        new_prefix=tuple((row, length - 1) for row in range(decode)),
+        new_prefix=tuple((row, known) for row, known in enumerate(prefix.tolist()) if known),
         sample=rows.copy(),
         out_position=np.ones(len(rows), np.int32),
     )

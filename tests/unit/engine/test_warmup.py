@@ -82,6 +82,9 @@ def test_steps_are_as_large_as_may_be_and_no_larger(extent: Extent) -> None:
 def test_a_step_with_prompts_of_several_rows() -> None:
     (mixed,) = (step for step in run(EXTENTS[0]).steps if 0 < step.num_decode < len(step.rows))
     assert (mixed.num_decode, mixed.query_len[mixed.num_decode :].tolist()) == (253, [2732, 2732, 2731])
+    assert mixed.kv_len[mixed.num_decode :].tolist() == [16384, 2732, 2731], "one ends the longest context"
+    assert mixed.new_prefix[253:] == ((253, 16384 - 2732),)
+    assert mixed.table[253, : 16384 - 2732].max() < 16384 - 1 <= mixed.kv_index.min(), "its prefix is nobody's own"
 
 
 def test_every_kind_of_sampling_is_done_and_the_largest_steps_do_everything() -> None:
