@@ -17,9 +17,7 @@ _INT32 = 2**31 - 1
 
 def check_weights(config: ServerConfig, dtype: torch.dtype, free: int, where: str) -> None:
     """Raise ConfigError if the weights alone cannot fit into `free` bytes."""
-    quantised = config.model.quant_type != "none" and config.engine.device == "cuda"
-    size = config.facts.weights * (1 if quantised else dtype.itemsize) // config.parallel.tp
-    kept = f"{config.model.quant_type} (--quant-type)" if quantised else f"{_name(dtype)} (--data-type)"
+    size, kept = _weights(config, dtype)
     shared = f" on each of --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
     if size > free:
         raise ConfigError(
@@ -28,8 +26,12 @@ def check_weights(config: ServerConfig, dtype: torch.dtype, free: int, where: st
         )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _weights(config: ServerConfig, dtype: torch.dtype) -> tuple[int, str]:
+    """Bytes of a rank's weights, at least, and as what they are kept."""
+    quantised = config.model.quant_type != "none" and config.engine.device == "cuda"
+    size = config.facts.weights * (1 if quantised else dtype.itemsize) // config.parallel.tp
+    name = str(dtype).removeprefix("torch.")
+    return size, f"{config.model.quant_type} (--quant-type)" if quantised else f"{name} (--data-type)"
 
 
 def host_tokens(config: ServerConfig, bytes_per_token: int, free: int) -> int:
@@ -77,10 +79,13 @@ def graphs_do_not_fit(config: ServerConfig, tokens: int, graphs: int, free: int)
     )
 
 
-def weights_do_not_fit(config: ServerConfig, held: int, free: int) -> str:
+def weights_do_not_fit(config: ServerConfig, dtype: torch.dtype, held: int, free: int) -> str:
     """What to say when loading ran out of device memory. `held`: what this process has, bytes; `free`: what is left."""
-    size = config.facts.weights * (4 if config.model.data_type == "float32" else 2) / config.parallel.tp / GIB
-    return f"too little device memory for the weights: {size:.1f} GiB as --data-type {config.model.data_type}, this process holds {held / GIB:.1f} GiB and {free / GIB:.1f} GiB are free"
+    size, kept = _weights(config, dtype)
+    return (
+        f"too little device memory for the weights: {size / GIB:.1f} GiB as {kept}, this process holds"
+        f" {held / GIB:.1f} GiB and {free / GIB:.1f} GiB are free"
+    )
 
 
 def steps_do_not_fit(config: ServerConfig, held: int, free: int, total: int) -> str:

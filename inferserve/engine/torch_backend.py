@@ -139,7 +139,7 @@ class TorchBackend:
             model = load_model(self._config, dtype, self._device, self._ranks)
         except torch.OutOfMemoryError as error:
             held, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
-            raise ConfigError(memory.weights_do_not_fit(self._config, held, free)) from error
+            raise ConfigError(memory.weights_do_not_fit(self._config, dtype, held, free)) from error
         event(log, "weights loaded", seconds=round(time.monotonic() - started, 2), runs_on=type(model).__name__)
         return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,8 +63,11 @@ def test_graphs_that_do_not_fit_name_every_way_out() -> None:
 
 def test_out_of_memory_names_flags_and_numbers() -> None:
     asked = ServerConfig(facts=ModelFacts(weights=8 * memory.GIB))
-    said = memory.weights_do_not_fit(asked, 12 * memory.GIB, memory.GIB // 2)
-    assert "16.0 GiB" in said and "12.0 GiB" in said and "0.5 GiB" in said and "--data-type" in said
+    said = memory.weights_do_not_fit(asked, torch.bfloat16, 12 * memory.GIB, memory.GIB // 2)
+    assert "16.0 GiB as bfloat16 (--data-type)" in said and "12.0 GiB" in said and "0.5 GiB" in said
+    model, engine = ModelPart(quant_type="fp8w8a8"), EnginePart(device="cuda")
+    said = memory.weights_do_not_fit(replace(asked, model=model, engine=engine), torch.bfloat16, 0, 0)
+    assert "8.0 GiB as fp8w8a8 (--quant-type)" in said
     said = memory.steps_do_not_fit(asked, 130 * memory.GIB, memory.GIB, 140 * memory.GIB)
     assert "130.0 GiB" in said and "1.0 of the device's 140.0 GiB" in said
     for flag in ("--mem-fraction 0.9", "--batch-max-tokens 0", "--running-max-req-size 256", "--max-req-total-len 0"):
