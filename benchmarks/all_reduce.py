@@ -95,6 +95,8 @@ def main() -> int:
     if options.rank >= 0:
         rank_main(options.rank, options.ranks, options.device, options.folder)
         return 0
+    if options.device == "cuda":
+        schema.require_gpu()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.all_reduce", *sys.argv[1:], "--folder", folder, "--rank"]
         env = child_environment(one_thread=False)

@@ -189,6 +189,8 @@ def main() -> None:
     parser.add_argument("--matmul", type=int, default=8192)
     parser.add_argument("--out", default="", metavar="FILE")
     args = parser.parse_args()
+    if args.device == "cuda":
+        schema.require_gpu()
     figures = measure(args)
     figures["lines"] = lines(figures)
     print("\n".join(figures["lines"]), flush=True)

@@ -247,6 +247,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=40.0, help="seconds")
     parser.add_argument("--no-checks", action="store_true", help="timings only")
     args = parser.parse_args()
+    schema.require_gpu()
     began = time.monotonic()
     failures: list[str] = []
     errors: dict[str, float] = {}

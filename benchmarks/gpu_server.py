@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.schema import require_gpu
+
 Json = dict[str, Any]
 
 _SHAPE = Path(__file__).parent / "shapes" / "llama-3.1-8b"
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--skip-8b", action="store_true")
     parser.add_argument("--out", default="benchmarks/results/gpu_server.json")
     args = parser.parse_args()
+    require_gpu()
     results: Json = {
         "machine": {"gpu": torch.cuda.get_device_name(), "cpus": os.cpu_count(), "python": platform.python_version()},
         "versions": {

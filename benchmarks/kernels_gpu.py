@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kernels_gpu.json")
     parser.add_argument("--shard", type=int, default=-1, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    schema.require_gpu()
     end = time.monotonic() + args.seconds
     if args.shard >= 0:
         run_shard(args.shard, end)

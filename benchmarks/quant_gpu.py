@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.schema import Json, result, write
+from benchmarks.schema import Json, require_gpu, result, write
 from inferserve.kernels.fp8_matmul import QUANTISED_INSIDE, TILES, Fp8Tiles, fp8_matmul, fp8_matmul_ref
 from inferserve.kernels.fp8_quant import GROUP, fp8_quant, fp8_quant_ref
 from inferserve.kernels.skinny_matmul import MAX_ROWS, SkinnyConfig, skinny_matmul
@@ -278,6 +278,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 4096])
     parser.add_argument("--out", default="benchmarks/results/quant_gpu.json")
     args = parser.parse_args()
+    require_gpu()
     torch.set_default_dtype(BF16)  # as when a model is loaded
     with torch.inference_mode():
         bench = Bench(args.limit)

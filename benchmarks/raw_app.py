@@ -1,6 +1,6 @@
 """The yardstick of `benchmarks.chain`: an ASGI app on Hypercorn with uvloop that sends one ready-made event a token.
 
-`python -m benchmarks.raw_app FD STEP_MS`: listens on the inherited socket FD; `POST /TOKENS` streams TOKENS events, one
+Its arguments are FD STEP_MS: it listens on the inherited socket FD; `POST /TOKENS` streams TOKENS events, one
 every STEP_MS, all streams woken by one timer as a step of an engine would.
 """
 

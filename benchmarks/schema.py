@@ -24,6 +24,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from inferserve.config.machine import cuda_problem
+
 SCHEMA = 1
 COMMIT = "BENCH_COMMIT"
 """Environment variable: the commit, for copies of the tree that have no git history."""
@@ -58,6 +60,13 @@ def write(path: str | Path, content: Json) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def require_gpu() -> None:
+    """For programs that measure nothing without one: ends them with one line and status 2."""
+    if problem := cuda_problem():
+        print(f"error: {Path(sys.argv[0]).stem} needs a GPU: {problem}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def machine() -> Json:

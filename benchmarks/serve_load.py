@@ -102,8 +102,11 @@ def plan_of(args: argparse.Namespace, model: str) -> Plan:
 def first_model(base: str) -> str:
     """The first name that /v1/models lists."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would be asked for local names
-    with direct.open(base + "/models", timeout=30) as answer:
-        return str(json.load(answer)["data"][0]["id"])
+    try:
+        with direct.open(base + "/models", timeout=30) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except OSError as error:
+        raise SystemExit(f"--url {base}: {getattr(error, 'reason', error)}") from error
 
 
 class Processes:

@@ -241,6 +241,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=90.0, help="seconds after which no other case is begun")
     parser.add_argument("--out", default="benchmarks/results/step_time.json")
     options = parser.parse_args()
+    schema.require_gpu()
     log.setup("step_time")
     end = time.monotonic() + options.limit
     rate = copy_rate()
