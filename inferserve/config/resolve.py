@@ -90,7 +90,10 @@ def _check_rope(config: ServerConfig, files: ModelFiles) -> list[str]:
 
 def _check_quantization(asked: ServerConfig, files: ModelFiles) -> list[str]:
     stored, wanted = files.config.quantization, asked.model.quant_type
-    if wanted == "none" or stored is None or stored.quant_type == ALIASES.get(wanted, wanted):
+    if stored is None:
+        refused = wanted != "none" and asked.engine.model_backend == "transformers" and asked.engine.engine != "fake"
+        return [f"--quant-type {wanted} contradicts --model-backend transformers, which computes in floats"] * refused
+    if wanted == "none" or stored.quant_type == ALIASES.get(wanted, wanted):
         return []
     return [f"--quant-type {wanted}: the checkpoint is quantised already ({stored.quant_type or stored.method})"]
 

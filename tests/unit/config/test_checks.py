@@ -43,6 +43,7 @@ from inferserve.config.cli import parse
         ("--spec-tokens 3", ["--spec-tokens", "--spec-mode"]),
         ("--target-step-ms -1", ["--target-step-ms"]),
         ("--target-step-ratio 0.5", ["--target-step-ratio"]),
+        ("--target-step-ratio -0.5", ["--target-step-ratio"]),
         ("--target-step-ms 9 --target-step-ratio 2", ["--target-step-ms", "--target-step-ratio"]),
         ("--device cpu --attention-backend triton", ["--device", "--attention-backend"]),
         ("--max-total-token-num 100 --max-req-total-len 200", ["--max-total-token-num", "--max-req-total-len"]),

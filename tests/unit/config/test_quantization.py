@@ -99,3 +99,10 @@ def test_the_flag_beside_a_quantised_checkpoint(tmp_path: Path) -> None:
         ConfigError, match=r"--quant-type fp8w8a8: the checkpoint is quantised already \(fp8w8a8-b128\)"
     ):
         resolved(folder, CHANNEL)
+
+
+def test_the_flag_is_for_our_layers(tmp_path: Path) -> None:
+    model = ModelPart(model_dir=str(write_model(tmp_path / "plain")), quant_type=CHANNEL)
+    asked = ServerConfig(model=model, engine=EnginePart(device="cpu", model_backend="transformers"))
+    with pytest.raises(ConfigError, match="--quant-type fp8w8a8 contradicts --model-backend transformers"):
+        resolve(asked)
