@@ -1,7 +1,8 @@
 """Made-up steps that do what real ones do: they compile kernels, fill allocators and show the peak of memory.
 
-What a kernel is compiled for besides the model: whether a context is long enough to be split, what the sampling filter
-reads (the model's logits, edited copies, some rows of such), and one token instead of many. Nothing here reads results.
+What a kernel is compiled for besides the model: whether a context is long enough to be split, whether a chunk has a
+prefix, what the sampling filter reads (the model's logits, edited copies, some rows of such), and one token instead of
+many. Nothing here reads results.
 """
 
 from __future__ import annotations
@@ -86,7 +87,12 @@ def phases(backend: EngineBackend, table: Ints, extent: Extent) -> Iterator[str]
     row, every = (_GREEDY,), extent.rows
     yield "one row"
     steps = [step(table, _SHORT, 0, (1,)), step(table, _SHORT, 1, ()), step(table, extent.length, 1, ())]
-    _run(backend, row, 0, [step(table, _SHORT, 0, (extent.chunk,)), *steps])
+    behind = min(extent.chunk, extent.length - extent.length // 3)
+    prompts = [
+        step(table, _SHORT, 0, (extent.chunk,)),
+        step(table, extent.length, 0, (behind,), extent.length - behind),
+    ]
+    _run(backend, row, 0, [*prompts, *steps])
     yield "sampling"
     kinds = (_DRAWN, _EVERYTHING, _GREEDY_EDITED, _GREEDY)
     for chosen in ((_DRAWN,), (_EVERYTHING,), kinds[1:3], kinds):

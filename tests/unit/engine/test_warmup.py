@@ -79,6 +79,16 @@ def test_steps_are_as_large_as_may_be_and_no_larger(extent: Extent) -> None:
     assert max(len(step.rows) for step in longest) == min(extent.rows, extent.tokens)
 
 
+@pytest.mark.parametrize("extent", EXTENTS, ids=str)
+def test_one_chunk_has_a_prefix_even_where_prompts_are_not_cut(extent: Extent) -> None:
+    alone = [step for step in run(extent).steps if len(step.rows) == 1 and not step.num_decode]
+    first, behind = alone[0], alone[1]
+    assert first.kv_len[0] == first.query_len[0] == extent.chunk
+    assert behind.kv_len[0] == extent.length
+    assert behind.new_prefix == (((0, before),) if (before := extent.length - int(behind.query_len[0])) else ())
+    assert before >= extent.length // 3
+
+
 def test_a_step_with_prompts_of_several_rows() -> None:
     (mixed,) = (step for step in run(EXTENTS[0]).steps if 0 < step.num_decode < len(step.rows))
     assert (mixed.num_decode, mixed.query_len[mixed.num_decode :].tolist()) == (253, [2732, 2732, 2731])
