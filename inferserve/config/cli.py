@@ -105,8 +105,10 @@ def _scalar(kind: type, value: object) -> object:
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    # Without dashes: two that all flags share would make any short word look like any other.
+    bare = {each.lstrip("-"): each for each in known}
+    near = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.6)
+    return f"; did you mean {bare[near[0]]}?" if near else ""
 
 
 def read_file(path: str) -> dict[str, object]:

@@ -42,7 +42,8 @@ class ModelPart:
     )
     quant_type: str = flag(
         "none",
-        "matrices and their inputs in fp8: a scale a channel, or a 128 x 128 block; quantised checkpoints need no flag",
+        "matrices and their inputs in fp8: a scale a channel, or a 128 x 128 block (b128); quantised checkpoints"
+        " need no flag; the vllm- names mean the same",
         choices=("none", *QUANT_TYPES, *ALIASES),
     )
     eos_id: tuple[int, ...] = flag((), "token ids that end a text", metavar="ID", auto="from the model")
@@ -93,8 +94,9 @@ class EnginePart:
     )
     deterministic: bool = flag(
         False,
-        "the same request gives the same tokens and logprobs whatever runs beside it, at some cost in speed; on a GPU,"
-        " without --spec-mode; answers are not cached, and --router-token-ratio is 0",
+        "the same request gives the same tokens and logprobs whatever runs beside it, at some cost in speed; on one"
+        " GPU, with float weights and our own stack, without --spec-mode; the prefix cache keeps no answers, and"
+        " --router-token-ratio is 0",
     )
     spec_mode: str = flag(
         "none",

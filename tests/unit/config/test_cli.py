@@ -62,6 +62,7 @@ def test_lightllm_s_model_name_is_ours() -> None:
         (["--prt", "8"], "unknown flag --prt; did you mean --port?"),
         (["--batch_max_token", "8"], "unknown flag --batch-max-token; did you mean --batch-max-tokens?"),
         (["--zzzzzzzz=1"], "unknown flag --zzzzzzzz"),
+        (["--bogus", "1"], "unknown flag --bogus"),
         (["--port", "x"], "--port: 'x' is not a whole number"),
         (["--port", "1.5"], "--port: '1.5' is not a whole number"),
         (["--mem-fraction", "much"], "--mem-fraction: 'much' is not a number"),
