@@ -14,7 +14,7 @@ from inferserve.config.model_config import ModelConfig
 from inferserve.config.quantization import BLOCK
 from inferserve.config.schema import ServerConfig
 from inferserve.errors import ConfigError
-from inferserve.layers.quant import Fp8Scheme, Slot
+from inferserve.layers.quant import Fp8Scheme
 from inferserve.models import llama, mistral, qwen2, qwen3
 from inferserve.models.bias_correction import CALIBRATION_TOKENS, correct_biases
 from inferserve.models.decoder import Decoder
@@ -24,7 +24,7 @@ from inferserve.models.gguf_weights import ROPE_FACTORS, GgufFile
 from inferserve.models.sharding import NO_CUTS, share_of
 from inferserve.models.spec import CausalModel, DecoderSpec
 from inferserve.models.upload import uploader
-from inferserve.models.weights import Safetensors, TensorSource, destinations, load
+from inferserve.models.weights import Destinations, Safetensors, destinations, load
 from inferserve.parallel.ranks import ALONE, Ranks
 
 FAMILIES = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
@@ -148,7 +148,6 @@ def load_decoder(
     wanted = dict(destinations(model, family.names, spec.layers))
     shapes = {name: slot.shape for name, slot in wanted.items()}
     cuts = NO_CUTS
-    optional: dict[str, Slot] = {}
     ignored = _IGNORED
     if spec.tied:
         del wanted["lm_head.weight"], shapes["lm_head.weight"]
@@ -157,21 +156,23 @@ def load_decoder(
         shapes = _whole_shapes(family, spec, tuple(wanted))
         share = share_of(shapes, wanted, ranks, quant.leaf if quant and quant.blocks else "")
         wanted, cuts, ignored = share.own, share.cuts, (*ignored, *share.elsewhere)
-    source: TensorSource
-    if drawn:
-        source = RandomTensors(shapes, dtype, device)
-    elif gguf_file:
-        pairs = (spec.heads, spec.kv_heads) if family.gguf_rotary_pairs else None
-        source = GgufFile(Path(gguf_file), wanted, layers=spec.layers, rotary_pairs=pairs)
-        optional[ROPE_FACTORS] = model.rotary.freq_factors
-    else:
-        source = Safetensors(folder)
+    source = RandomTensors(shapes, dtype, device) if drawn else _checkpoint(family, spec, folder, gguf_file, wanted)
+    optional = {ROPE_FACTORS: model.rotary.freq_factors} if isinstance(source, GgufFile) else {}
     with torch.inference_mode(), uploader(device) if device.type == "cuda" else nullcontext() as upload:
         load(source, wanted, optional, ignored, cuts, upload)
         model.prepare(max_len, device, ordered)
         if quant and not quant.leaf:
             correct_biases(model, source, wanted, cuts, min(max_len, CALIBRATION_TOKENS), device, upload)
     return model
+
+
+def _checkpoint(
+    family: Family, spec: DecoderSpec, folder: Path, gguf_file: str, wanted: Destinations
+) -> Safetensors | GgufFile:
+    if not gguf_file:
+        return Safetensors(folder)
+    pairs = (spec.heads, spec.kv_heads) if family.gguf_rotary_pairs else None
+    return GgufFile(Path(gguf_file), wanted, layers=spec.layers, rotary_pairs=pairs)
 
 
 def _whole_shapes(family: Family, spec: DecoderSpec, names: tuple[str, ...]) -> dict[str, torch.Size]:
