@@ -22,7 +22,7 @@ def main() -> None:
     lengths = ["--input-len", str(LONGEST), "--output-len", str(LONGEST), "--spread", str(SHORTEST / LONGEST)]
     load = ["--clients", str(REQUESTS), "--requests", str(REQUESTS), "--no-stream", "--timeout", "600"]
     sys.argv[1:] = ["--workload", "random", *lengths, *load, *sys.argv[1:]]
-    serve_load.main(name="offline")
+    serve_load.main("offline", __doc__)
 
 
 if __name__ == "__main__":

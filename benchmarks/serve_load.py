@@ -38,9 +38,9 @@ _START_AFTER_S = 0.2
 _GRACE_S = 60.0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(about: str | None = __doc__) -> argparse.ArgumentParser:
     """Flags that say what is sent, and to whom."""
-    built = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    built = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = built.add_argument
     add("--url", default="", help="base URL with /v1")
     add("--serve", default="", metavar="FLAGS", help="start `inferserve serve FLAGS` for the time of the run instead")
@@ -245,9 +245,9 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     return schema.result(name, {**msgspec.to_builtins(plan), "serve": args.serve}, figures)
 
 
-def main(name: str = "serve_load") -> None:
+def main(name: str = "serve_load", about: str | None = __doc__) -> None:
     """Measure, print, write; exit status 1 if a request failed."""
-    args = parser().parse_args()
+    args = parser(about).parse_args()
     if bool(args.url) == bool(args.serve):
         raise SystemExit("either --url or --serve")
     content = measure(args, name)
