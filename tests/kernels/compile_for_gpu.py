@@ -1,4 +1,4 @@
-"""Compiles for an H200, on any machine, all Triton kernels of captured steps and of sampling, with the arguments they get.
+"""Compiles for an H200, on any machine, the Triton kernels of steps and of sampling, with the arguments they get.
 
     python -m tests.kernels.compile_for_gpu
 
@@ -22,6 +22,8 @@ from triton.backends.compiler import GPUTarget
 from inferserve.attention.base import Bucket
 from inferserve.config.model_config import RopeConfig
 from inferserve.engine.compile_ahead import ModelLaunches, compile_only
+from inferserve.kernels.kv_write import kv_write
+from inferserve.kernels.merge_attention import merge_attention
 from inferserve.layers.quant import Fp8Scheme
 from inferserve.models.spec import DecoderSpec
 
@@ -93,6 +95,20 @@ class Compiled:
         ]
 
 
+def launch_uncaptured() -> None:
+    """What long chunks and models of transformers launch besides."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for size, skipped in ((2304, 256), (4096, 0)):
+        out, lse = empty(size, 32, 128)[skipped:], empty(32, size, dtype=torch.float32)[:, skipped:]
+        merge_attention(out, lse, empty(*out.shape), empty(*lse.shape, dtype=torch.float32))
+    for tokens in (1, 64):
+        k, pool, index = empty(tokens, 8, 128), empty(100, 8, 128), empty(tokens, dtype=torch.int64)
+        kv_write(k, k, pool, pool, index)
+
+
 def main() -> int:
     """See the module."""
     compiled = Compiled()
@@ -100,6 +116,11 @@ def main() -> int:
     for compiled.case, shape, dtype, stored in CASES:
         spec = DecoderSpec(**{**vars(SPEC), **shape})
         ModelLaunches(spec, dtype, stored, ROWS, LENGTH).make(BUCKETS)
+    compiled.case = "deterministic"
+    spec = DecoderSpec(**{**vars(SPEC), **LLAMA})
+    ModelLaunches(spec, torch.bfloat16, None, ROWS, LENGTH, deterministic=True).make(BUCKETS)
+    compiled.case = "not captured"
+    launch_uncaptured()
     problems = compiled.problems()
     print("\n".join(problems) or f"{sum(map(len, compiled.found.values()))} kernels")
     return int(bool(problems))
