@@ -55,6 +55,20 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: flo
     return out, lse
 
 
+def refusal(op: DenseOp, heads: int, kv_heads: int, like: Tensor) -> str:
+    """Why the library cannot run such heads here, '' if it can: which it can depends on its version and on the device.
+
+    Args:
+        like: [_, _, D], dtype, device and head size of all tensors.
+    """
+    q, k = (like.new_zeros((_ROUND, n, like.shape[2])).transpose(0, 1)[None] for n in (heads, kv_heads))
+    try:
+        op(q, k, k, causal=True, scale=1.0)
+    except RuntimeError as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return ""
+
+
 def pieces(prefix: int) -> list[Piece]:
     """What is cut off a prefix, from its beginning: lengths of three significant bits, in units of 1024 tokens or more.
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from inferserve.attention.base import AttentionBackend
-from inferserve.attention.dense import DensePrefill
+from inferserve.attention.dense import DensePrefill, cudnn_attention, refusal
 from inferserve.attention.reference import ReferenceAttention
 from inferserve.attention.triton import TritonAttention
 from inferserve.errors import ConfigError
 from inferserve.kv.pool import KvPool
+from inferserve.log import event
+
+log = logging.getLogger(__name__)
 
 _HEAD_DIMS = (64, 128)
 """Head sizes for which the dense kernel was measured."""
@@ -37,4 +42,10 @@ def _dense_fits(pool: KvPool, deterministic: bool) -> bool:
     """Whether cuDNN's kernel can read the pool; what it computes for a chunk depends on how prompts are cut."""
     exact = pool.k[0].dtype == pool.dtype and pool.dtype in (torch.float16, torch.bfloat16)
     sizes = all(shape.head_dim == shape.value_dim and shape.head_dim in _HEAD_DIMS for shape in pool.shapes)
-    return exact and sizes and not deterministic and torch.backends.cudnn.is_available()
+    if not exact or not sizes or deterministic:
+        return False
+    heads = {(shape.kv_heads * shape.group, shape.kv_heads): k for shape, k in zip(pool.shapes, pool.k, strict=True)}
+    why = next(filter(None, (refusal(cudnn_attention, *of, k) for of, k in heads.items())), "")
+    if why:
+        event(log, "long prompts go without cuDNN's attention", why=why)
+    return not why

@@ -56,6 +56,16 @@ def test_a_chunk_behind_any_prefix(prefix: int, queries: int) -> None:
     torch.testing.assert_close(out.double(), expected(q[4 : 4 + queries], kv, pages), rtol=1e-4, atol=1e-5)
 
 
+def test_why_a_library_does_not_run_such_heads() -> None:
+    def old(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("cuDNN: heads must be equal\nat line 7") if q.shape[1] != k.shape[1] else RuntimeError
+
+    like = torch.zeros((9, KV_HEADS, DIM))
+    assert dense.refusal(torch_attention, HEADS, KV_HEADS, like) == ""
+    assert dense.refusal(old, HEADS, KV_HEADS, like) == "cuDNN: heads must be equal"
+    assert dense.refusal(old, HEADS, HEADS, like) == "RuntimeError"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("prefix", [0, 700, 5000])
@@ -63,6 +73,7 @@ def test_cudnn(prefix: int) -> None:
     queries, device = dense.LEAST_QUERIES, torch.device("cuda")
     kv, pages = pool_and_pages(prefix + queries, torch.bfloat16, device)
     q = torch.randn((queries, HEADS, DIM), generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    assert dense.refusal(cudnn_attention, HEADS, KV_HEADS, kv.k) == ""
     chunk = DenseChunk.of(0, queries, pages)
     out = DensePrefill(cudnn_attention, merge_attention).attend(chunk, q, kv, SCALE)
     reference = expected(q, kv, pages)
