@@ -126,7 +126,6 @@ def _deterministic(config: ServerConfig) -> list[str]:
         "--attention-backend reference: it groups sequences by length": (
             engine.attention_backend == "reference" and engine.device != "cpu"
         ),
-        "--model-backend transformers: its layers are not ours": engine.model_backend == "transformers",
         f"--quant-type {config.model.quant_type}: fp8 products depend on the number of rows": (
             config.model.quant_type != "none"
         ),
@@ -164,8 +163,6 @@ def check_tp(config: ServerConfig, model: ModelConfig) -> list[str]:
         problems.append(
             f"--tp {tp}: neither divides num_key_value_heads {kv_heads} of config.json nor is a multiple of it"
         )
-    if tp > 1 and config.engine.model_backend == "transformers":
-        problems.append(f"--tp {tp} contradicts --model-backend transformers, which holds a model in one process")
     if config.parallel.all_reduce == "symmetric" and config.engine.device == "cpu":
         problems.append("--all-reduce symmetric contradicts --device cpu: it is for GPUs that read each other's memory")
     return problems

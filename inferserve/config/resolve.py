@@ -16,6 +16,7 @@ from inferserve.config.dummy_model import completed, weight_count
 from inferserve.config.machine import cpu_count, cuda_problem, gpu_count
 from inferserve.config.model_files import ModelFiles, read_model
 from inferserve.config.model_source import ModelSource, Report, check_path, locate
+from inferserve.config.native import check_native
 from inferserve.config.quantization import ALIASES
 from inferserve.config.schema import EnginePart, ModelFacts, ModelPart, SchedulePart, ServerConfig
 from inferserve.errors import ConfigError
@@ -57,7 +58,7 @@ def resolve(asked: ServerConfig, report: Report = _report) -> ServerConfig:
     config = _fill(asked, source, files)
     problems = [*check_resolved(config, files.config.context_length), *_check_rope(config, files)]
     problems += _check_quantization(asked, files)
-    problems += [] if fake else check_tp(config, files.config)
+    problems += [] if fake else [*check_native(config, files.config), *check_tp(config, files.config)]
     if problems:
         raise ConfigError(*problems)
     return config
@@ -90,10 +91,7 @@ def _check_rope(config: ServerConfig, files: ModelFiles) -> list[str]:
 
 def _check_quantization(asked: ServerConfig, files: ModelFiles) -> list[str]:
     stored, wanted = files.config.quantization, asked.model.quant_type
-    if stored is None:
-        refused = wanted != "none" and asked.engine.model_backend == "transformers" and asked.engine.engine != "fake"
-        return [f"--quant-type {wanted} contradicts --model-backend transformers, which computes in floats"] * refused
-    if wanted == "none" or stored.quant_type == ALIASES.get(wanted, wanted):
+    if wanted == "none" or stored is None or stored.quant_type == ALIASES.get(wanted, wanted):
         return []
     return [f"--quant-type {wanted}: the checkpoint is quantised already ({stored.quant_type or stored.method})"]
 

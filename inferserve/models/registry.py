@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from inferserve.config.model_config import ModelConfig
+from inferserve.config.native import obstacle
 from inferserve.config.quantization import BLOCK
 from inferserve.config.schema import ServerConfig
 from inferserve.errors import ConfigError
@@ -29,7 +30,6 @@ from inferserve.parallel.ranks import ALONE, Ranks
 
 FAMILIES = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
 
-_ROPE_KINDS = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
 _FP8_SINCE = (8, 9)
 """Compute capability."""
 _IGNORED: tuple[str, ...] = ("rotary_emb.inv_freq",)
@@ -54,25 +54,10 @@ def family_of(config: ModelConfig, model_backend: str) -> Family | None:
     """
     if model_backend == "transformers":
         return None
-    family = FAMILIES.get(config.model_type)
-    obstacle = _obstacle(config) if family else f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}"
-    if obstacle and model_backend == "native":
-        raise ConfigError(f"--model-backend native: {obstacle}")
-    return None if obstacle else family
-
-
-def _obstacle(config: ModelConfig) -> str:
-    """What in the config our stack does not do, or ''."""
-    if config.architecture and not config.architecture.endswith("ForCausalLM"):
-        return f"architecture {config.architecture}"
-    if config.rope.kind not in _ROPE_KINDS or config.rope.by_layer_type:
-        return f"rope type {config.rope.kind}" + (" by layer type" if config.rope.by_layer_type else "")
-    if config.quantization and not config.quantization.quant_type:
-        return f"quantisation {config.quantization.method}, or its settings"
-    if config.hidden_act != "silu":
-        return f"hidden_act {config.hidden_act}"
-    unknown = set(config.layer_types) - {"full_attention", "sliding_attention"}
-    return f"layer types {', '.join(sorted(unknown))}" if unknown else ""
+    reason = obstacle(config)
+    if reason and model_backend == "native":
+        raise ConfigError(f"--model-backend native: {reason}")
+    return None if reason else FAMILIES[config.model_type]
 
 
 def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> CausalModel:
@@ -95,14 +80,6 @@ def load_model(config: ServerConfig, dtype: torch.dtype, device: torch.device, r
             ranks=ranks,
             ordered=config.engine.deterministic,
         )
-    if config.engine.deterministic:
-        raise ConfigError(f"--deterministic: model type {model_config.model_type!r} runs through transformers' layers")
-    if ranks.size > 1:
-        raise ConfigError(
-            f"--tp {ranks.size}: model type {model_config.model_type!r} runs through transformers, undivided"
-        )
-    if config.model.quant_type != "none" and model_config.quantization is None:
-        raise ConfigError(f"--quant-type {config.model.quant_type}: transformers runs this model, in floats only")
     from inferserve.models import generic  # imports transformers' modelling code, which takes seconds
 
     return generic.build(

@@ -130,6 +130,13 @@ def test_ranks_must_divide_the_model(tmp_path: Path, flags: str, config: dict[st
     assert len(problems) >= len(said) and all(any(problem.startswith(text) for problem in problems) for text in said)
 
 
+@pytest.mark.parametrize("flags", ["--tp 2", "--quant-type fp8w8a8", "--model-backend native"])
+def test_what_needs_our_own_layers_is_refused_before_anything_starts(tmp_path: Path, flags: str) -> None:
+    (problem,) = _problems(write_model(tmp_path / "m", model_type="otter"), "--device", "cpu", *flags.split())
+    assert problem.startswith(flags) and "model type 'otter' is not one of llama" in problem
+    assert _resolve(write_model(tmp_path / "n", model_type="otter"), "--engine", "fake", *flags.split())
+
+
 def test_ranks_share_the_cores_and_may_repeat_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "cpu_count", lambda: 6)
     model = write_model(tmp_path / "m")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inferserve.config.model_config import ModelConfig
+from inferserve.config.native import MODEL_TYPES
 from inferserve.errors import ConfigError
 from inferserve.models.decoder import Decoder
 from inferserve.models.registry import FAMILIES, family_of, load_decoder
@@ -159,6 +160,10 @@ def test_what_our_stack_does_not_do_goes_to_transformers(changes: dict[str, Any]
     assert family_of(config, "auto") is None
     with pytest.raises(ConfigError, match=why):
         family_of(config, "native")
+
+
+def test_the_configuration_knows_the_families() -> None:
+    assert set(MODEL_TYPES) == set(FAMILIES)
 
 
 def test_backend_choice() -> None:
