@@ -36,7 +36,16 @@ from inferserve.metrics.client import PUSH_QUEUE, MetricsClient
 from inferserve.metrics.names import declare
 from inferserve.metrics.requests import RequestMetrics
 from inferserve.process import Child, StopRequested
-from inferserve.protocol.messages import Abort, Drain, Drained, HttpMessage, MetricsMessage, RouterMessage, ServiceReady
+from inferserve.protocol.messages import (
+    Abort,
+    Drain,
+    Drained,
+    HttpMessage,
+    MetricsMessage,
+    Opened,
+    RouterMessage,
+    ServiceReady,
+)
 from inferserve.shm.layout import Writer
 from inferserve.shm.slots import SlotTable
 from inferserve.tokenize.chat import ChatTemplate
@@ -175,6 +184,7 @@ class Worker:
         match message:
             case ServiceReady():
                 serving.ready = True
+                self._child.control.send(Opened())
             case Drain(seconds):
                 event(log, "draining", in_flight=serving.in_flight, seconds=seconds)
                 serving.drain()

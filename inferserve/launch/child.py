@@ -54,6 +54,7 @@ class ChildProcess:
         self.control = control
         self.pidfd = os.pidfd_open(popen.pid)
         self.ready = False
+        self.opened = False
         self.drained = False
         self.fault: Fault | None = None
         self._own_group = own_group

@@ -21,7 +21,7 @@ from inferserve.launch.family import Exited, Family, Happening, Said, Signalled
 from inferserve.launch.processes import ProcessSpec
 from inferserve.log import event
 from inferserve.protocol.boot import ROLE_HTTP, process_name
-from inferserve.protocol.messages import Drain, Drained, Fault, Ready, ServiceReady, Stop
+from inferserve.protocol.messages import Drain, Drained, Fault, Opened, Ready, ServiceReady, Stop
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Hooks:
     """What the owner wants to know.
 
     Attributes:
-        ready: every process is ready; called once.
+        ready: every process is ready, and all http workers take requests; called once.
         worker_lost: an http worker died, by index; called before it is restarted.
         changed: processes or state changed.
     """
@@ -106,6 +106,7 @@ class Supervisor:
         self._timers = Timers()
         self._deaths: dict[str, list[float]] = {}
         self._state = State.STARTING
+        self._announced = False
         self._killed = False
         self._exit_code = EXIT_OK
         self._last_words = ""
@@ -138,6 +139,9 @@ class Supervisor:
                 self._ready(child)
             case Said(child, Fault() as fault):
                 self._fault(child, fault)
+            case Said(child, Opened()):
+                child.opened = True
+                self._announce()
             case Said(child, Drained()):
                 child.drained = True
                 self._check_drained()
@@ -162,6 +166,12 @@ class Supervisor:
         elif self._state is State.STARTING and all(c.ready for c in self._family):
             self._enter(State.SERVING)
             self._family.tell(ServiceReady())
+
+    def _announce(self) -> None:
+        """Say that the service serves, once nobody who hears it can be refused for being early."""
+        workers = [child for child in self._family if child.spec.role == ROLE_HTTP]
+        if self._state is State.SERVING and not self._announced and all(child.opened for child in workers):
+            self._announced = True
             self._hooks.ready()
 
     def _notice(self) -> None:

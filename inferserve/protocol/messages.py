@@ -290,6 +290,10 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     exit_code: int = 70
 
 
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """http → launcher: it has heard that the service is ready, and takes requests."""
+
+
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
     """http → launcher: no request is in flight any more."""
 
@@ -310,5 +314,5 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     reason: str = "shutting_down"
 
 
-ToLauncher = Ready | Fault | Drained
+ToLauncher = Ready | Opened | Fault | Drained
 FromLauncher = ServiceReady | Drain | Stop

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from inferserve.errors import ConfigError
 from inferserve.process import Child, Waiter, run
-from inferserve.protocol.boot import ROLE_ROUTER
-from inferserve.protocol.messages import Drain, Drained, RouterMessage, ServiceReady, WorkerLost
+from inferserve.protocol.boot import ROLE_HTTP, ROLE_ROUTER
+from inferserve.protocol.messages import Drain, Drained, Opened, RouterMessage, ServiceReady, WorkerLost
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ def body(child: Child) -> None:
         _note(child, type(message).__name__)
         if isinstance(message, ServiceReady):
             served_at = time.monotonic()
+            if child.boot.role == ROLE_HTTP:
+                child.control.send(Opened())
         if isinstance(message, Drain):
             drained_at = time.monotonic() + script.drain_takes
         return message

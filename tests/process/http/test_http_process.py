@@ -26,6 +26,7 @@ from inferserve.protocol.messages import (
     Fault,
     Finish,
     MetricsPush,
+    Opened,
     Scrape,
     ScrapeReply,
     ServiceReady,
@@ -107,9 +108,8 @@ def server(tmp_path: Path) -> Iterator[Http]:
         assert httpx.get(http.url + "/health").status_code == 503
         assert httpx.get(http.url + "/liveness").status_code == 200
         world.tell(ServiceReady())
-        deadline = time.monotonic() + 5
-        while httpx.get(http.url + "/readiness").status_code != 200:
-            assert time.monotonic() < deadline
+        assert isinstance(world.wait_control(5), Opened)
+        assert httpx.get(http.url + "/readiness").status_code == 200
         yield http
         http.pool.shutdown(wait=False)
 
