@@ -84,8 +84,8 @@ class TorchBackend:
             raise ConfigError(memory.steps_do_not_fit(config, held, free, total)) from error
         if self._device.type == "cuda":
             self._capture(pool)
-        elif config.engine.warmup:
-            self._warm_up(warmup.small(config, self._max_rows))
+        elif config.engine.warmup and pool.tokens >= (extent := warmup.small(config, self._max_rows)).places:
+            self._warm_up(extent)
         gib = pool.tokens * KvPool.bytes_per_token(pool.shapes, pool.k[0].dtype) / memory.GIB
         about: dict[str, str | int | float] = {
             "device": _device_name(self._device),

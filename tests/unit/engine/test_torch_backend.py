@@ -59,3 +59,18 @@ def test_how_keys_and_values_are_stored(folder: Path, kind: str, stored: torch.d
     driver = Driver(backend, kv_tokens=TOKENS, max_rows=ROWS, max_len=LENGTH, prefix_cache=True, chunk=9)
     texts = driver.generate(random_prompts(7, 25, 0), 6, batch=4)
     assert all(len(text) == 6 and max(text) < MODEL["vocab_size"] for text in texts)
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 40])
+def test_a_pool_smaller_than_the_steps_of_warm_up(folder: Path, tokens: int) -> None:
+    config = resolve(
+        ServerConfig(
+            model=ModelPart(model_dir=str(folder), load_format="dummy"),
+            engine=EnginePart(device="cpu", cpu_threads=1, max_total_token_num=tokens),
+            schedule=SchedulePart(running_max_req_size=ROWS),
+        )
+    )
+    backend = TorchBackend(config, ROWS)
+    assert backend.start().kv_tokens == tokens
+    driver = Driver(backend, kv_tokens=tokens, max_rows=ROWS, max_len=tokens, prefix_cache=True, chunk=9)
+    assert len(driver.generate([[5]], 1, batch=1)[0]) == 1
