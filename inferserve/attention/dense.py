@@ -17,8 +17,9 @@ from torch import Tensor
 from inferserve.kernels.merge_attention import merge_attention
 from inferserve.kernels.paged_kv import PagedKv
 
-LEAST_QUERIES = 2048
-"""A shorter chunk does not fill the device so much longer that gathering pays."""
+LEAST_QUERIES = 4096
+"""What the default chunk of a long prompt is: shorter ends of prompts have any length, and would have kernels built for
+each while people wait, for a share of the step that attention hardly takes there."""
 _LEAST_PIECE = 1024
 _ROUND = 256
 """Squares come in multiples of this many tokens."""
