@@ -19,7 +19,7 @@ from inferserve.engine.cost_model import CostModel
 from inferserve.engine.pacing import Pace, Target, cost_of
 from inferserve.engine.planner import Budget, StepPlan, has_room, next_to_start, plan_step, youngest_holder
 from inferserve.engine.proposer import NgramProposer, Proposer
-from inferserve.engine.rows import FILLING, PAUSED, EndRules, Rows
+from inferserve.engine.rows import FILLING, PAUSED, QUEUED, EndRules, Rows
 from inferserve.engine.sequences import Sequences
 from inferserve.engine.step import EngineBackend
 from inferserve.errors import EngineError
@@ -181,8 +181,8 @@ class Worker:
         self, step: LaunchedStep | None = None, committed: Committed | None = None, seconds: float = 0.0
     ) -> StepReport | None:
         events = self.sequences.take_events()
-        paused = int(np.count_nonzero(self.sequences.rows.state == PAUSED))
-        counters = self.ledger.counters(self.sequences.count - paused, paused)
+        paused, queued = (int(np.count_nonzero(self.sequences.rows.state == state)) for state in (PAUSED, QUEUED))
+        counters = self.ledger.counters(self.sequences.count - paused - queued, paused, queued)
         if step is None and not events.finished and not events.preempted and counters == self._reported:
             return None
         self._reported = counters

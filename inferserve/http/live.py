@@ -52,13 +52,13 @@ class RouterLink(Protocol):
 class _Run:
     """One prompt of a request with its `n` sequences; what the metrics call a request."""
 
-    __slots__ = ("admit_ns", "first_ns", "first_token_ns", "gravity", "last_token_ns", "meter", "preemptions", "refs")
+    __slots__ = ("first_ns", "first_token_ns", "gravity", "last_token_ns", "meter", "preemptions", "refs", "start_ns")
 
     def __init__(self, refs: tuple[SlotRef, ...], meter: RequestMeter) -> None:
         self.refs = refs
         self.meter = meter
         self.first_ns = 0  # when its first item arrived here; the others are the slot's own stamps
-        self.admit_ns = 0
+        self.start_ns = 0
         self.first_token_ns = 0
         self.last_token_ns = 0
         self.preemptions = 0
@@ -218,7 +218,9 @@ class LiveRequests:
         run.gravity = max(run.gravity, _GRAVITY.index(finish))
         if int(view.admitted[index]) != sequence.generation:
             return
-        run.admit_ns = run.admit_ns or int(view.admit_ns[index])
+        # A row that never began has the time of an earlier tenant there, or 0.
+        start = max(int(view.admit_ns[index]), int(view.prefill_start_ns[index]))
+        run.start_ns = min(run.start_ns or start, start)
         if int(view.visible[index]) and sequence.received:
             first = int(view.first_token_ns[index])
             run.first_token_ns = min(run.first_token_ns or first, first)
@@ -229,7 +231,7 @@ class LiveRequests:
         run.meter.finish(
             _REASONS[run.gravity],
             time.monotonic_ns(),
-            admit_ns=run.admit_ns,
+            start_ns=run.start_ns,
             first_token_ns=run.first_token_ns,
             last_token_ns=run.last_token_ns,
             preemptions=run.preemptions,

@@ -166,11 +166,11 @@ class KvLedger:
 
     # ---------------------------------------------------------------------------------------------- reports
 
-    def counters(self, running: int, paused: int) -> KvCounters:
+    def counters(self, running: int, paused: int, queued: int = 0) -> KvCounters:
         """The pool now, with the row counts that only the caller knows."""
         cached = self._tree.total - self._tree.pinned
         free = self._pool.free_count
-        return KvCounters(self.total, self.total - cached - free, cached, free, running, paused)
+        return KvCounters(self.total, self.total - cached - free, cached, free, running, paused, queued)
 
     def take_new_prefixes(self) -> tuple[tuple[int, int], ...]:
         """(row, length) of rows whose first `length` table entries were set other than by `extend` since the last call."""

@@ -125,13 +125,13 @@ def _request_times() -> tuple[Metric, ...]:
             r, "request_time_per_output_token_seconds", "Decode time per token after the first, mean.", _TOKEN_GAP
         ),
         _histogram(r, "e2e_request_latency_seconds", "Arrival to end.", _PHASE),
-        _histogram(r, "request_queue_time_seconds", "Arrival to admission.", _PHASE),
+        _histogram(r, "request_queue_time_seconds", "Arrival to the start of its prompt.", _PHASE),
         _histogram(r, "request_prefill_time_seconds", "Admission to first token.", _PHASE),
         _histogram(r, "request_decode_time_seconds", "First to last token.", _PHASE),
         _histogram(r, "request_inference_time_seconds", "Admission to last token.", _PHASE),
         _histogram(r, "request_duration", "Arrival to end, seconds.", _PHASE),
         _histogram(r, "request_validation_duration", "Arrival to a checked and tokenised request, seconds.", _PHASE),
-        _histogram(r, "request_queue_duration", "Arrival to admission, seconds.", _PHASE),
+        _histogram(r, "request_queue_duration", "Arrival to the start of its prompt, seconds.", _PHASE),
         _histogram(
             r, "request_inference_duration", "Arrival to end of requests that were not aborted, seconds.", _PHASE
         ),
@@ -165,7 +165,7 @@ def _scheduler(step_tokens: tuple[float, ...]) -> tuple[Metric, ...]:
     by_method = tuple((m,) for m in BATCH_METHODS)
     return (
         _gauge(r, "num_requests_running", "Sequences that run."),
-        _gauge(r, "num_requests_waiting", "Sequences that wait for admission."),
+        _gauge(r, "num_requests_waiting", "Sequences whose prompt has not begun."),
         _gauge(r, "kv_cache_usage_perc", "Share of the KV pool held by running sequences, 0 to 1."),
         _gauge(
             r,
@@ -178,7 +178,7 @@ def _scheduler(step_tokens: tuple[float, ...]) -> tuple[Metric, ...]:
         _counter(r, "prefix_cache_hits", "Of these, tokens found."),
         _histogram(r, "iteration_tokens", "Tokens of one engine step, prefill and decode.", step_tokens),
         _gauge(r, "num_running_reqs", "Sequences that run."),
-        _gauge(r, "queue_size", "Sequences that wait for admission."),
+        _gauge(r, "queue_size", "Sequences whose prompt has not begun."),
         _gauge(r, "batch_current_size", "Sequences in the current batch."),
         _gauge(r, "batch_pause_size", "Sequences paused for lack of KV."),
         _gauge(r, "batch_current_max_tokens", "KV tokens the current batch may need at its estimated peak."),

@@ -3,7 +3,7 @@
     meter = RequestMetrics(client).begin(arrival_ns, now_ns, prompt_tokens=…, n=…, max_tokens=…)
     meter.first_token(now_ns, cached_tokens)    # at the first token event of the request, before `tokens`
     meter.tokens(sequence, count, now_ns)       # at each token event, the first included
-    meter.finish("stop", now_ns, admit_ns=…)    # once it ended for whatever reason; a second call does nothing
+    meter.finish("stop", now_ns, start_ns=…)    # once it ended for whatever reason; a second call does nothing
 
 A request that never gets as far as `begin` is counted by `RequestMetrics.refused`. All times are CLOCK_MONOTONIC
 nanoseconds. Knows nothing of slots and HTTP.
@@ -104,7 +104,7 @@ class RequestMeter:
         reason: str,
         now_ns: int,
         *,
-        admit_ns: int = 0,
+        start_ns: int = 0,
         first_token_ns: int = 0,
         last_token_ns: int = 0,
         preemptions: int = 0,
@@ -114,7 +114,7 @@ class RequestMeter:
         Args:
             reason: one of `names.FINISHED_REASONS`; with several sequences the gravest.
             now_ns: now.
-            admit_ns: when the router admitted it; 0 if it did not.
+            start_ns: when the engine began its prompt, or the router admitted it if none did; 0 if neither.
             first_token_ns, last_token_ns: the engine's first and newest token of all sequences; read only if tokens came.
             preemptions: pauses of all sequences.
         """
@@ -132,12 +132,12 @@ class RequestMeter:
             client.observe("request_inference_duration", total)
         client.observe("request_num_preemptions", preemptions)
         self._observe_sizes()
-        if admit_ns:
-            queued = _seconds(self._arrival_ns, admit_ns)
+        if start_ns:
+            queued = _seconds(self._arrival_ns, start_ns)
             client.observe("request_queue_time_seconds", queued)
             client.observe("request_queue_duration", queued)
-        if admit_ns and self._started:
-            self._observe_phases(admit_ns, first_token_ns, last_token_ns)
+        if start_ns and self._started:
+            self._observe_phases(start_ns, first_token_ns, last_token_ns)
 
     def _observe_sizes(self) -> None:
         observe, generated = self._client.observe, sum(self._generated)
@@ -150,12 +150,12 @@ class RequestMeter:
         observe("request_params_max_tokens", self._max_tokens)
         observe("request_max_new_tokens", self._max_tokens)
 
-    def _observe_phases(self, admit_ns: int, first_token_ns: int, last_token_ns: int) -> None:
+    def _observe_phases(self, start_ns: int, first_token_ns: int, last_token_ns: int) -> None:
         observe, longest = self._client.observe, max(self._generated)
         decode = _seconds(first_token_ns, last_token_ns)
-        observe("request_prefill_time_seconds", _seconds(admit_ns, first_token_ns))
+        observe("request_prefill_time_seconds", _seconds(start_ns, first_token_ns))
         observe("request_decode_time_seconds", decode)
-        observe("request_inference_time_seconds", _seconds(admit_ns, last_token_ns))
+        observe("request_inference_time_seconds", _seconds(start_ns, last_token_ns))
         if longest > 1:
             observe("request_time_per_output_token_seconds", decode / (longest - 1))
             observe("request_mean_time_per_token_duration", decode / (longest - 1))

@@ -62,7 +62,7 @@ class KvCounters(msgspec.Struct, frozen=True, array_like=True):
     """KV pool as the leader's ledger has it, in tokens, and row counts.
 
     `used` tokens belong to running rows (shared prefixes counted once), `cached` are evictable, `free` are neither;
-    used + cached + free == total.
+    used + cached + free == total. `queued` rows were admitted, and their prompt has not begun.
     """
 
     total: int
@@ -71,6 +71,7 @@ class KvCounters(msgspec.Struct, frozen=True, array_like=True):
     free: int
     running: int
     paused: int
+    queued: int = 0
 
 
 class FinishedRow(msgspec.Struct, frozen=True, array_like=True):

@@ -294,8 +294,9 @@ class Router:
     def _standing(self) -> Standing:
         kv = self._engine.kv
         paused = min(kv.paused, len(self._rows))
+        queued = min(kv.queued, len(self._rows) - paused)
         usage = kv.used / kv.total if kv.total else 0.0
-        return Standing(len(self._rows) - paused, len(self._queue), paused, usage)
+        return Standing(len(self._rows) - paused - queued, len(self._queue) + queued, paused, usage)
 
     def _peak(self) -> int:
         return self._engine.policy.open(self._snapshot()).peak() if self._engine.policy else 0

@@ -93,3 +93,14 @@ def test_books_balance() -> None:
         assert total("request_prefill_kv_computed_tokens_sum") + total("cache_length_sum") == total(
             "prompt_tokens_total"
         )
+
+
+def test_a_prompt_that_has_not_begun_waits() -> None:
+    """The router hands the engine more prompts than it begins at once; for a user, and his metrics, those still wait."""
+    flags = ("--fake-step-ms", "20", "--batch-max-tokens", "64", "--chunked-prefill-size", "64")
+    body: Body = {"prompt": [[5 + i] * 64 for i in range(30)], "max_tokens": 2}
+    with RunningServer("--engine", "fake", *flags) as server, server.client() as client:
+        assert client.post(COMPLETIONS, json=body).status_code == 200
+        time.sleep(2 * PUSH_INTERVAL_S)
+        queued, filled = (server.metric(f"request_{phase}_time_seconds_sum") for phase in ("queue", "prefill"))
+    assert queued > 4 * filled

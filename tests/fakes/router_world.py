@@ -89,6 +89,7 @@ def report(
     rows: dict[SlotRef, int] | None = None,
     finished: dict[SlotRef, Finish] | None = None,
     paused: int = 0,
+    queued: int = 0,
     cached: tuple[bytes, ...] = (),
     evicted: tuple[bytes, ...] = (),
 ) -> StepReport:
@@ -98,7 +99,7 @@ def report(
         slots=np.array([r.index for r in rows], "<i4").tobytes(),
         generations=np.array([r.generation for r in rows], "<u4").tobytes(),
         visible=np.array(list(rows.values()), "<i4").tobytes(),
-        kv=KvCounters(POOL, 500, 0, POOL - 500, len(rows), paused),
+        kv=KvCounters(POOL, 500, 0, POOL - 500, len(rows), paused, queued),
         finished=tuple(FinishedRow(r.index, r.generation, f) for r, f in finished.items()),
         cached_digests=cached,
         evicted_digests=evicted,

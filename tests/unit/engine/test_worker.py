@@ -402,3 +402,12 @@ def test_the_pipeline_runs_one_step_ahead() -> None:
     rig.step()
     assert len(rig.output(ref)) == 1
     assert rig.backend.batches[1].token_ids.tolist() == [-1], "the id should be taken from the device"
+
+
+def test_rows_whose_prompt_has_not_begun_are_told_apart() -> None:
+    rig = Rig(batch=16, chunk=16)
+    refs = [rig.submit(prompt_of(16, seed=i), max_tokens=30) for i in range(4)]
+    rig.step()
+    rig.step()
+    assert [(report.kv.running, report.kv.queued) for report in rig.reports] == [(1, 3), (2, 2)]
+    assert [bool(rig.slots.prefill_start_ns[ref.index]) for ref in refs] == [True, True, False, False]

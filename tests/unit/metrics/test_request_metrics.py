@@ -52,7 +52,7 @@ def complete(counted: Counted) -> None:
     meter.finish(
         "stop",
         START + 40 * MS,
-        admit_ns=START + 5 * MS,
+        start_ns=START + 5 * MS,
         first_token_ns=START + 18 * MS,
         last_token_ns=START + 28 * MS,
         preemptions=2,
@@ -140,7 +140,7 @@ def test_abort_while_it_waits() -> None:
 
 def test_abort_before_the_first_token_ignores_what_an_older_request_left_in_the_slot() -> None:
     counted = Counted()
-    counted.begin().finish("abort", START + 3 * MS, admit_ns=START + MS, first_token_ns=7, last_token_ns=9)
+    counted.begin().finish("abort", START + 3 * MS, start_ns=START + MS, first_token_ns=7, last_token_ns=9)
     assert counted.count("request_queue_time_seconds") == 1
     assert counted.count("request_prefill_time_seconds") == 0
 
@@ -164,7 +164,7 @@ def test_one_token_has_no_time_per_token() -> None:
     meter = counted.begin()
     meter.first_token(START + MS, 0)
     meter.tokens(0, 1, START + MS)
-    meter.finish("length", START + MS, admit_ns=START, first_token_ns=START + MS, last_token_ns=START + MS)
+    meter.finish("length", START + MS, start_ns=START, first_token_ns=START + MS, last_token_ns=START + MS)
     assert counted.count("request_time_per_output_token_seconds") == 0
     assert counted.count("inter_token_latency_seconds") == 0
     assert counted.count("request_decode_time_seconds") == 1

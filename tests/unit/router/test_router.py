@@ -244,3 +244,12 @@ def test_an_aborted_slot_that_was_never_submitted_is_forgotten() -> None:
     assert world.http.router_done[0] == ref.generation
     assert world.tell(Submit((ref,))) is None
     assert world.router.idle and len(world.dropped) == 1
+
+
+def test_rows_that_the_engine_has_not_begun_still_wait() -> None:
+    world = World()
+    refs = [world.slot(i) for i in (3, 4, 5)]
+    world.tell(*[Submit((ref,)) for ref in refs])
+    world.tell(report({refs[0]: 1}, queued=2))
+    seen = world.gauges()
+    assert (seen["num_requests_running"], seen["num_requests_waiting"]) == (1, 2)
