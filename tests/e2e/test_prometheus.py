@@ -170,6 +170,8 @@ def test_no_stale_gauge(scene: Scene) -> None:
 def test_every_declared_metric_is_emitted_by_its_role(scene: Scene) -> None:
     stored = set(scene.prometheus.api("label/__name__/values"))
     for metric in TABLE.values():
+        if metric.name.startswith("spec_decode_"):
+            continue  # nothing is guessed without --spec-mode; test_drafts counts
         series = metric.exposed + ("_count" if metric.kind is Kind.HISTOGRAM else "")
         assert series in stored, metric.name
         # Nothing of this traffic makes the KV pool too small.
