@@ -202,12 +202,6 @@ def test_scales_without_a_quantization_config_are_left_over(tmp_path: Path) -> N
         load(save(tmp_path / "fp8", stored(BLOCK)))
 
 
-def test_transformers_models_stay_floats(tmp_path: Path) -> None:
-    folder = save(tmp_path / "float", whole())
-    with pytest.raises(ConfigError, match=r"--quant-type fp8w8a8: transformers runs this model"):
-        load_model(configured(folder, CHANNEL, model_backend="transformers"), torch.float32, CPU)
-
-
 def test_long_loads_show_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
