@@ -1,6 +1,7 @@
 """What Hypercorn's connections do differently here, where it has no setting for it. Knows no request.
 
-HTTP/1.1 only; and a client that leaves is noticed even if it has sent bytes behind its request.
+HTTP/1.1 only; a client that leaves is noticed even if it has sent bytes behind its request; and the chunks of a stream
+take a short way to their connection.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import h11
 from hypercorn.events import Closed
 from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.http_stream import HTTPStream
 
 
 def adapt_hypercorn() -> None:
@@ -26,6 +28,32 @@ def adapt_hypercorn() -> None:
 
     H11Protocol._check_protocol = no_other_protocol
     H11Protocol.initiate = initiate
+
+
+class ChunkWriter:
+    """Writes chunks of a response whose head has been sent, past Hypercorn's layers, which frame them in the same way (RFC
+    9112, 7.1) at a third of what a token costs this process. The last chunk goes through them, and so ends the response.
+    """
+
+    __slots__ = ("_writer",)
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    @classmethod
+    def behind(cls, send: Any) -> ChunkWriter | None:
+        """The one of the connection that an ASGI `send` belongs to; None if it is not Hypercorn's for HTTP/1.1."""
+        stream = getattr(send, "__self__", None)
+        protocol = getattr(stream.send, "__self__", None) if isinstance(stream, HTTPStream) else None
+        return cls(protocol.send.__self__.writer) if isinstance(protocol, H11Protocol) else None
+
+    async def write(self, body: bytes) -> None:
+        """Send one chunk, `body` not empty; waits while the client reads too slowly. Raises OSError when it has left."""
+        try:
+            self._writer.write(b"%x\r\n%b\r\n" % (len(body), body))
+            await self._writer.drain()
+        except RuntimeError as error:  # uvloop's word for a transport that is closed
+            raise ConnectionResetError(str(error)) from error
 
 
 class PausedReading:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferserve.errors import RequestError, RequestFailed
 from inferserve.http import problems
+from inferserve.http.connections import ChunkWriter
 from inferserve.http.generation import Disconnected
 from inferserve.http.problems import Refused
 from inferserve.http.service import GenerationService
@@ -38,6 +39,7 @@ DISCARD_BYTES = 64 * 2**20
 DISCARD_DEADLINE_S = 2.0
 
 _CLOSE = {"connection": "close"}
+_FRAMED = (b"content-length", b"transfer-encoding")
 _JSON_TYPES = ("", "application/json", "application/octet-stream")
 
 
@@ -75,7 +77,9 @@ class Edge:
         state["arrival_ns"] = time.monotonic_ns()
         state["request_id"] = _printable(headers.get(b"x-request-id")) or uuid.uuid4().hex
         state["session_id"] = _printable(headers.get(b"x-session-id"))
-        answer = _Answer(send, state["request_id"])
+        answer = _Answer(
+            send, state["request_id"], chunked=scope["http_version"] == "1.1" and scope["method"] != "HEAD"
+        )
         route = self._generation.get(scope["path"]) if scope["method"] == "POST" else None
         entered = False
         try:
@@ -154,23 +158,35 @@ class Edge:
 
 
 class _Answer:
-    """`send` that adds the request id to the response's head and remembers the status."""
+    """`send` that adds the request id to the response's head, remembers the status, and lets chunks take the short way."""
 
-    __slots__ = ("_request_id", "_send", "status")
+    __slots__ = ("_chunked", "_chunks", "_request_id", "_send", "status")
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, *, chunked: bool) -> None:
+        """`chunked`: a response without a length is sent in chunks."""
+        self._chunked = chunked
         self._send = send
         self._request_id = request_id.encode("latin-1")
+        self._chunks: ChunkWriter | None = None
         self.status = 0
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
         try:
+            if self._chunks is not None and message.get("more_body") and message["body"]:
+                await self._chunks.write(message["body"])
+                return
+            if message["type"] == "http.response.start":
+                self._begin(message)
             await self._send(message)
         except OSError as error:  # the kernel gave the connection up
             raise Disconnected from error
+
+    def _begin(self, message: Message) -> None:
+        self.status = message["status"]
+        headers = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
+        message["headers"] = headers
+        if self._chunked and not any(name.lower() in _FRAMED for name, _ in headers):
+            self._chunks = ChunkWriter.behind(self._send)
 
 
 class _Replay:

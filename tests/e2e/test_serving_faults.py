@@ -219,6 +219,30 @@ def test_pipelined_requests_are_answered_in_order(fake_server: RunningServer) ->
     assert [f'"completion_tokens":{n}'.encode() in answers[n - 1] for n in (1, 3)] == [True, True]
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_streams_are_framed_as_the_version_asks(fake_server: RunningServer, version: str) -> None:
+    """HTTP/1.0 knows no chunks: there the end of the connection ends the answer."""
+    data = raw_request(COMPLETIONS, {"prompt": "a", "max_tokens": 5, "stream": True})
+    data = data.replace(b"HTTP/1.1\r\n", f"HTTP/{version}\r\nConnection: close\r\n".encode())
+    seen = b""
+    with connect(fake_server) as sock:
+        sock.sendall(data)
+        while piece := sock.recv(65536):
+            seen += piece
+    head, _, body = seen.partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in head.lower()) is (version == "1.1")
+    events = []
+    while body and version == "1.1":
+        size, _, rest = body.partition(b"\r\n")
+        events.append(rest[: int(size, 16)])
+        assert rest[int(size, 16) :].startswith(b"\r\n")
+        body = rest[int(size, 16) + 2 :]
+    text = b"".join(events) or body
+    assert len(text.split(b"\n\n")) == 5 + 1 + 1
+    assert text.endswith(b"data: [DONE]\n\n")
+    assert all(part.startswith(b"data: ") for part in text.split(b"\n\n")[:-1])
+
+
 class Crowd:
     """Many streams; `seen` counts how they ended: full, refused, failed (an error event), cut, or unanswered."""
 
