@@ -86,10 +86,6 @@ class Tokenizer:
         """
         return self.table.token_bytes(token_id, first)
 
-    def token_text(self, token_id: int, first: bool = False) -> str:
-        """`token_bytes` as text; bytes that are no character by themselves become U+FFFD."""
-        return self.table.token_bytes(token_id, first).decode("utf-8", "replace")
-
 
 @dataclass(frozen=True)
 class PythonTokenizer(Tokenizer):
